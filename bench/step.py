@@ -1,0 +1,269 @@
+"""Time of one whole update of `gcjax.variance_compress` on one worker, against a plain pass over the same arrays.
+
+The update accumulates, selects, compacts, packs, resets and decodes. It is timed next to the six-stream pass `r + g`,
+`v + s` (four reads, two writes, in place), turn by turn in one process, and given as a multiple of it. The same step
+written in PyTorch runs in processes of its own. Both sides run with glibc's default malloc and with one that keeps
+freed memory. The density is what was asked for: alpha = 1, normal gradients, a fresh state before each call, and
+constant squares z**2 with P(|g| > z) = density.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import _machine
+
+SIZES = (1_000_000, 10_000_000, 25_000_000)
+DENSITIES = (10, 100, 1000)  # one entry in so many is sent
+MANY_LEAVES = 20
+WARM_UP = 5
+DECAY = 0.999
+
+
+def main():
+    args = options()
+    if args.child:
+        job = json.loads(args.child)
+        print(json.dumps(jax_job(job) if job["side"] == "jax" else torch_job(job)))
+        return
+    torch_python = find_torch(args.torch_python)
+    sizes = SIZES[:1] if args.quick else SIZES
+    cases = [(size, 1, density) for size in sizes for density in DENSITIES]
+    if not args.quick:
+        cases.append((10_000_000, MANY_LEAVES, 100))
+    record = _machine.provenance() | {
+        "settings": {"repeats": args.repeats, "rounds": args.rounds, "warm_up": WARM_UP, "malloc": _machine.MALLOC},
+        "rows": [],
+    }
+    for size, leaves, density in cases:
+        for malloc in _machine.MALLOC:
+            row = measure(size, leaves, density, malloc, torch_python, args)
+            record["rows"].append(row)
+            print(f"{size:>10,} {leaves:>2} 1/{density:<4} {malloc:<7} {row['jax']['ratio']:.2f}", file=sys.stderr)
+    if torch_python:
+        record["versions"]["torch"] = record["rows"][0]["torch"]["version"]
+    text = table(record)
+    print(text)
+    if not args.quick:
+        _machine.RESULTS.mkdir(parents=True, exist_ok=True)
+        (_machine.RESULTS / "step.json").write_text(json.dumps(record, indent=1) + "\n")
+        (_machine.RESULTS / "step.md").write_text(text + "\n")
+
+
+def options():
+    parser = _machine.Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls in a process (default 15)")
+    parser.add_argument("--rounds", type=int, default=2, help="processes for each row and side, by turns (default 2)")
+    parser.add_argument("--torch-python", metavar="PATH", help="interpreter that has torch (default: this one)")
+    parser.add_argument("--child", metavar="JOB", help="used by the script itself")
+    args = parser.parse_args()
+    if args.repeats < 3 or args.rounds < 1:
+        parser.error(f"--repeats must be at least 3 and --rounds at least 1, got {args.repeats} and {args.rounds}")
+    if args.torch_python and not os.access(args.torch_python, os.X_OK):
+        parser.error(f"--torch-python: {args.torch_python} is not an interpreter that can be run")
+    return args
+
+
+def find_torch(python):
+    """The interpreter for the PyTorch side, None (and a message) when it cannot import torch."""
+    python = python or sys.executable
+    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
+        return python
+    print("torch is not importable: its rows are skipped (name an interpreter with --torch-python)", file=sys.stderr)
+    return None
+
+
+def measure(size, leaves, density, malloc, torch_python, args) -> dict:
+    """One row: both sides by turns, the times of all rounds taken together."""
+    job = {"size": size, "leaves": leaves, "density": density, "repeats": args.repeats}
+    runs = {"jax": [], "torch": []}
+    for _ in range(args.rounds):
+        for side, python in (("jax", sys.executable), ("torch", torch_python)):
+            if python:
+                runs[side].append(_machine.run_child(python, job | {"side": side}, malloc))
+    row = {"size": size, "leaves": leaves, "density": f"1/{density}", "malloc": malloc}
+    row |= {side: summary(of_side) for side, of_side in runs.items() if of_side}
+    if torch_python:
+        row["torch_over_jax"] = round(row["torch"]["median_ms"] / row["jax"]["median_ms"], 2)
+    return row
+
+
+def summary(runs) -> dict:
+    step, plain = ([t for run in runs for t in run.pop(name)] for name in ("step_s", "pass_s"))
+    return {
+        "median_ms": round(1e3 * statistics.median(step), 2),
+        "min_ms": round(1e3 * min(step), 2),
+        "pass_median_ms": round(1e3 * statistics.median(plain), 2),
+        "pass_min_ms": round(1e3 * min(plain), 2),
+        "ratio": round(statistics.median(step) / statistics.median(plain), 2),
+        "ratio_of_minima": round(min(step) / min(plain), 2),
+        **runs[0],
+    }
+
+
+def table(record) -> str:
+    machine, versions = record["machine"], ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    lines = [
+        f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, {machine['memory_gb']} GB.",
+        f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`.",
+        "Milliseconds, medians (minima).",
+        "",
+        "| N | leaves | density | malloc | step | pass | step / pass | of minima | temporaries / N words | compile s "
+        "| torch step | torch / gcjax |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        jax, torch = row["jax"], row.get("torch")
+        beside = (f"{torch['median_ms']:.1f} ({torch['min_ms']:.1f})", row["torch_over_jax"]) if torch else ("-", "-")
+        cells = [
+            f"{row['size'] // 1_000_000}M",
+            row["leaves"],
+            row["density"],
+            row["malloc"],
+            f"{jax['median_ms']:.1f} ({jax['min_ms']:.1f})",
+            f"{jax['pass_median_ms']:.1f} ({jax['pass_min_ms']:.1f})",
+            jax["ratio"],
+            jax["ratio_of_minima"],
+            jax["temporaries_over_n"],
+            jax["compile_s"],
+            *beside,
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def threshold_for(density: int) -> float:
+    """z with P(|g| > z) = 1 / density for a standard normal g."""
+    return -statistics.NormalDist().inv_cdf(0.5 / density)
+
+
+def check_sent(sent: int, job: dict):
+    share = 1 / job["density"]
+    expected, error = job["size"] * share, (job["size"] * share * (1 - share)) ** 0.5
+    if abs(sent - expected) > 6 * error:
+        raise SystemExit(f"{sent} entries were sent, {expected:.0f} were expected: not the density that was asked for")
+
+
+def jax_job(job) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    import gcjax
+
+    size, leaves = job["size"], job["leaves"]
+    # The default ladder ends at 1/16 of the entries, too small for a density of 1/10.
+    capacity = (size // 8,) if job["density"] < 16 else None
+    tx = gcjax.variance_compress(alpha=1.0, decay=DECAY, capacity=capacity)
+    keys = jax.random.split(jax.random.key(0), leaves)
+    gradient = {f"leaf{i:02}": jax.random.normal(key, (size // leaves,)) for i, key in enumerate(keys)}
+    squares = jax.tree.map(lambda g: jnp.full(g.shape, threshold_for(job["density"]) ** 2), gradient)
+
+    def step(g, s, state):
+        updates, state = tx.update(g, state, sum_grad_squared=s)
+        return updates, s, state  # in the order of the donated inputs, so that each output takes its input's buffer
+
+    def add(r, v, g, s):
+        return jax.tree.map(jnp.add, (r, v), (g, s))
+
+    step = jax.jit(step, donate_argnums=(0, 1, 2))
+    add = jax.jit(add, donate_argnums=(0, 1))
+    zero = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
+    refill = jax.jit(lambda old, new: jax.tree.map(lambda a, b: a * 0 + b, old, new), donate_argnums=0)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+    state = tx.init(gradient)
+    begin = time.perf_counter()
+    compiled = step.lower(gradient, squares, state).compile()
+    compile_s = time.perf_counter() - begin
+    g, s, r, v = copy(gradient), squares, zero(copy(gradient)), zero(copy(gradient))
+    steps, passes = [], []
+    for turn in range(WARM_UP + job["repeats"]):
+        state, g = jax.block_until_ready((zero(state), refill(g, gradient)))
+        begin = time.perf_counter()
+        r, v = jax.block_until_ready(add(r, v, g, s))
+        middle = time.perf_counter()
+        g, s, state = jax.block_until_ready(compiled(g, s, state))
+        end = time.perf_counter()
+        if turn >= WARM_UP:
+            passes.append(middle - begin)
+            steps.append(end - middle)
+    info = gcjax.info(state)
+    check_sent(int(info.sent[0]), job)
+    words = compiled.memory_analysis().temp_size_in_bytes / 4
+    return {
+        "step_s": steps,
+        "pass_s": passes,
+        "sent": int(info.sent[0]),
+        "overflow": int(info.overflow[0]),
+        "capacity": info.capacity,
+        "temporaries_over_n": round(words / size, 3),
+        "compile_s": round(compile_s, 1),
+    }
+
+
+def torch_job(job) -> dict:
+    import torch
+
+    torch.manual_seed(0)
+    size, leaves = job["size"], job["leaves"]
+    gradient = [torch.randn(size // leaves) for _ in range(leaves)]
+    squares = [torch.full_like(g, threshold_for(job["density"]) ** 2) for g in gradient]
+    g, r, v, r_pass, v_pass, scratch = ([torch.zeros_like(x) for x in gradient] for _ in range(6))
+    steps, passes = [], []
+    with torch.no_grad():
+        for turn in range(WARM_UP + job["repeats"]):
+            for i in range(leaves):
+                r[i].zero_()
+                v[i].zero_()
+                g[i].copy_(gradient[i])
+            begin = time.perf_counter()
+            for i in range(leaves):
+                r_pass[i].add_(g[i])
+                v_pass[i].add_(squares[i])
+            middle = time.perf_counter()
+            sent = sum(torch_step(g[i], squares[i], r[i], v[i], scratch[i]) for i in range(leaves))
+            end = time.perf_counter()
+            if turn >= WARM_UP:
+                passes.append(middle - begin)
+                steps.append(end - middle)
+    check_sent(sent, job)
+    return {
+        "step_s": steps,
+        "pass_s": passes,
+        "sent": sent,
+        "threads": torch.get_num_threads(),
+        "version": torch.__version__,
+    }
+
+
+def torch_step(g, s, r, v, scratch, alpha=1.0) -> int:
+    """The same step on one leaf, in place where torch can; `g` becomes the update. No finite check, no capacity."""
+    import torch
+
+    r.add_(g)
+    v.add_(s)
+    mask = torch.mul(r, r, out=scratch).sub_(v, alpha=alpha) > 0
+    index = mask.nonzero().squeeze(1)
+    bits = r[index].view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    top = (magnitude.max() >> 23) if len(index) else 0
+    below = (top - ((magnitude + 0x400000) >> 23)).clamp_(min=0)
+    fits = below <= 7
+    if not bool(fits.all()):  # too small for three bits of exponent: stays in r
+        index, bits, below = index[fits], bits[fits], below[fits]
+    words = (bits & -0x80000000) | (below << 28) | index.to(torch.int32)
+    r.index_fill_(0, index, 0.0)
+    v.mul_(DECAY).index_fill_(0, index, 0.0)
+
+    received = words & 0x0FFFFFFF
+    values = ((top - ((words >> 28) & 7)) << 23 | (words & -0x80000000)).view(torch.float32)
+    g.zero_().index_add_(0, received, values)
+    return len(index)
+
+
+if __name__ == "__main__":
+    main()

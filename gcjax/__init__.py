@@ -1,0 +1,42 @@
+"""gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
+
+from gcjax._info import Info, info
+from gcjax._moments import Moments, check_moments, value_and_moments
+from gcjax._train import (
+    Metrics,
+    TrainState,
+    local_gradients,
+    make_train_step,
+    per_worker,
+    place,
+    state_specs,
+)
+from gcjax._transform import CompressState, compress
+from gcjax._types import Comm, Compressor, PerWorker, Sent
+from gcjax.methods.dense import dense_compress
+from gcjax.methods.variance import variance_compress
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comm",
+    "CompressState",
+    "Compressor",
+    "Info",
+    "Metrics",
+    "Moments",
+    "PerWorker",
+    "Sent",
+    "TrainState",
+    "check_moments",
+    "compress",
+    "dense_compress",
+    "info",
+    "local_gradients",
+    "make_train_step",
+    "per_worker",
+    "place",
+    "state_specs",
+    "value_and_moments",
+    "variance_compress",
+]

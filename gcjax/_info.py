@@ -1,0 +1,96 @@
+"""What was sent, read from the optimiser's state."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gcjax._bits import TINY
+from gcjax._transform import CompressState
+
+
+class Info(NamedTuple):
+    """What the last update sent. Arrays have one entry per worker whose state was given.
+
+    selected, sent, underflow, overflow: entries that passed the method's test, were put on the wire, were too small for
+      the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
+    capacity: slots in each worker's payload.
+    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one worker.
+    compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
+      neither indices nor padding. inf when nothing was sent.
+    wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker.
+    residual_norm: 2-norm of what each worker has taken in and not yet sent, float64[workers].
+    skipped: updates so far that were skipped because some worker's input was not finite.
+    """
+
+    selected: np.ndarray
+    sent: np.ndarray
+    underflow: np.ndarray
+    overflow: np.ndarray
+    capacity: int
+    wire_bytes: float
+    compression_ratio: float
+    wire_ratio: float
+    residual_norm: np.ndarray
+    skipped: int
+
+
+def info(opt_state) -> Info:
+    """Read from an optimiser's state what its compressing transform sent in the last update.
+
+    Args:
+      opt_state: any optax state holding a gcjax state: of `optax.chain`, a single transform, `TrainState.opt_state`; of
+        one worker or of all. States of several compressors (`optax.partition`) are added up. Its arrays are fetched, so
+        call this between steps, not inside `jax.jit`, and on a mesh of several processes on fully addressable arrays.
+
+    Raises:
+      ValueError: when there is no gcjax state in it.
+      TypeError: inside `jax.jit`.
+    """
+    states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
+    if not states:
+        raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
+        raise TypeError(
+            "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
+        )
+    reports = [jax.tree.map(np.ravel, s.report.value) for s in states]
+    sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
+    counts = [x.astype(np.int64) for x in (sent.selected, sent.sent, sent.underflow, sent.overflow)]
+    parameters = sum(float(r.parameters[0]) for r in reports)
+    workers = int(reports[0].workers[0])
+    wire_bytes = float(sent.wire_bytes[0])
+    mean_sent = float(np.mean(sent.sent))
+    dense_bytes = 2 * (workers - 1) / workers * 4 * parameters
+    return Info(
+        *counts,
+        capacity=int(sent.capacity[0]),
+        wire_bytes=wire_bytes,
+        compression_ratio=parameters / mean_sent if mean_sent else float("inf"),
+        wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
+        residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),
+        skipped=max(int(r.skipped[0]) for r in reports),
+    )
+
+
+def _is_compress_state(node) -> bool:
+    return isinstance(node, CompressState)
+
+
+def _residual_norms(state: CompressState) -> np.ndarray:
+    """2-norm of each worker's residual; the workers' leaves stand one after the other."""
+    workers = state.report.value.skipped.size
+    buckets = [_bucket_norms(bucket, workers) for bucket in state.buckets.value]
+    return np.linalg.norm(np.asarray(buckets, np.float64).reshape(-1, workers), axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _bucket_norms(bucket, workers: int):
+    def norm(state):
+        residual = state.residual
+        largest = jnp.maximum(jnp.max(jnp.abs(residual)), TINY)  # squares of 1e38 and of 1e-38 leave float32's range
+        return largest * jnp.linalg.norm(residual / largest)
+
+    return jax.vmap(norm, axis_size=workers)(jax.tree.map(lambda x: x.reshape(workers, -1), bucket))

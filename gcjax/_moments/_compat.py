@@ -1,0 +1,53 @@
+"""The names of JAX that change between versions, or lie outside its stable API: used only through this module."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+
+def varying_axes(tree) -> frozenset:
+    """Names of the mesh axes over which any leaf varies; empty outside shard_map and with check_vma=False."""
+    axes: frozenset = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        aval = jax.typeof(leaf)
+        manual = getattr(aval, "mat", None)
+        axes |= manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+    return axes
+
+
+def vary(tree, axes):
+    """Type every leaf as varying over `axes` (an iterable of mesh axis names); values stay as they are."""
+
+    def cast(leaf):
+        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf), key=str))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def zeros(shape, dtype, like):
+    """Zeros to start a loop with: typed as varying over the mesh axes of `like`, or the loop would not type-check."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(like))
+
+
+def is_literal(atom) -> bool:
+    return isinstance(atom, jax.extend.core.Literal)
+
+
+def closed(jaxpr):
+    """A closed jaxpr, from one that may be open but then has no constants."""
+    return jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, ())
+
+
+def bind(eqn, values) -> list:
+    """Evaluate one equation of a jaxpr on new values."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    subfuns, params = params if isinstance(params, tuple) else ((), params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def has_side_effects(eqn) -> bool:
+    """Whether the equation must run though nobody reads it; naming a mapped axis is no such reason."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

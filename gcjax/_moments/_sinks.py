@@ -1,0 +1,49 @@
+"""The moments by sink rewriting: trace, find the sinks, run what lies before them under vmap, reduce at the sinks."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._moments import _compat
+from gcjax._moments._naive import accumulator_dtype
+from gcjax._moments._plan import Scope, find
+from gcjax._moments._run import live, run
+from gcjax._moments._trace import Traced, trace
+
+
+class Plan(NamedTuple):
+    """A traced backward pass and the node of every gradient leaf."""
+
+    traced: Traced
+    nodes: list
+
+
+def make_plan(problem) -> Plan:
+    traced = trace(problem)
+    jaxpr = traced.closed.jaxpr
+    last = traced.n_params + traced.n_mapped
+    scope = Scope(jaxpr, jaxpr.invars[: traced.n_params] + jaxpr.invars[last:])
+    return Plan(traced, [find(scope, var) for var in jaxpr.outvars[traced.n_outputs :]])
+
+
+def sink_moments(problem, plan: Plan, mapped) -> Any:
+    """Moments of the groups in `mapped`; returns as `_naive.chunked_moments` does."""
+    traced = plan.traced
+    jaxpr, count = traced.closed.jaxpr, traced.n_outputs
+    outvars = jaxpr.outvars[:count]
+    eqns, _ = live(jaxpr, [*outvars, *(key for node in plan.nodes for key in node.needs)])
+
+    def one(params, mapped, shared, token):
+        env = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, [*params, *mapped, *shared], strict=True))
+        read = run(eqns, env, token)
+        return [read(var) for var in outvars], [node.pair(read, token) for node in plan.nodes]
+
+    size = mapped[0].shape[0]
+    over_samples = jax.vmap(one, in_axes=(None, 0, None, 0), out_axes=(0, None), axis_name=problem.sample_axis)
+    leaves, tree = jax.tree.flatten(problem.params)
+    token = jnp.zeros(size)
+    outputs, pairs = over_samples(leaves, mapped, problem.shared, token)
+    sums = tuple(tree.unflatten([pair[i].astype(accumulator_dtype(pair[i].dtype)) for pair in pairs]) for i in (0, 1))
+    return sums, traced.outputs_tree.unflatten(outputs)

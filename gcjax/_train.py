@@ -1,0 +1,285 @@
+"""Data-parallel training: local gradients, per-worker state on a mesh, and the whole step."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gcjax import _checks
+from gcjax._compat import as_varying, constrain
+from gcjax._exchange import AxisNames, axis_tuple, worker_index
+from gcjax._layout import path_name
+from gcjax._moments import value_and_moments
+from gcjax._types import Array, PerWorker, PyTree
+
+
+def local_gradients(grad_fn, axis_name: AxisNames):
+    """Make `grad_fn(params, ...)` give each worker's own gradient inside `shard_map`.
+
+    There `jax.grad` with respect to replicated parameters sums over the workers: the parameters count as one value that
+    all workers use. This types them as varying over the axis first, after which nothing is summed. It does nothing in
+    `pmap` and with `check_vma=False`, where JAX does not sum. `gcjax.value_and_moments` needs no such help.
+
+    Args:
+      grad_fn: a function whose first argument is the parameters, for example `jax.value_and_grad(loss)`.
+      axis_name: mesh axis or axes of the workers.
+
+    Returns:
+      A function with the signature of `grad_fn`.
+    """
+    axes = axis_tuple(axis_name)
+
+    @functools.wraps(grad_fn)
+    def local(params, *args, **kwargs):
+        return grad_fn(_local(params, axes), *args, **kwargs)
+
+    return local
+
+
+def _local(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    return jax.tree.map(lambda x: as_varying(x, axes), tree)
+
+
+def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.GradientTransformationExtraArgs:
+    """`tx` with its state declared per worker: for a transform with state that stands before the compressor.
+
+    What such a transform sees, and so its state, differs between workers, for example the momentum in
+    `optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), gcjax.variance_compress(axis_name="data"), ...)`.
+    """
+    axes = axis_tuple(axis_name)
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        updates, new = tx.update(updates, _one_worker(state), params, **extra_args)
+        return updates, _with_worker_axis(new, axes)
+
+    return optax.GradientTransformationExtraArgs(lambda params: _with_worker_axis(tx.init(params), axes), update)
+
+
+def _with_worker_axis(tree: PyTree, axes: tuple[str, ...]) -> PerWorker:
+    return PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], tree), axes)
+
+
+def _one_worker(state: PerWorker) -> PyTree:
+    return jax.tree.map(lambda x: x[0], state.value)
+
+
+def _is_per_worker(node) -> bool:
+    return isinstance(node, PerWorker)
+
+
+def state_specs(state: PyTree) -> PyTree:
+    """`PartitionSpec`s for `shard_map`: per-worker state sharded over its axes, all else replicated.
+
+    Returns a prefix pytree of `state`, which may be an optimiser's state, a `TrainState` or any pytree.
+    """
+
+    def spec(node):
+        return PartitionSpec(node.axes or None) if _is_per_worker(node) else PartitionSpec()
+
+    return jax.tree.map(spec, state, is_leaf=_is_per_worker)
+
+
+def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """Put freshly initialised state on a mesh: per-worker leaves once for each worker, all else replicated.
+
+    Args:
+      state: a pytree with `PerWorker` nodes that hold one worker each, as `tx.init(params)` makes them outside the mesh.
+      mesh: it must have the axes that the nodes name.
+
+    Returns:
+      The same pytree as global arrays, per-worker leaves `workers` times as long. New buffers: `state` stays valid.
+
+    Raises:
+      ValueError: when the mesh lacks an axis.
+    """
+
+    def spread(node):
+        if not _is_per_worker(node):
+            return jnp.copy(node)
+        workers = math.prod(mesh.shape[axis] for axis in node.axes)
+        return PerWorker(jax.tree.map(lambda x: jnp.concatenate([x] * workers), node.value), node.axes)
+
+    def sharding(node):
+        if _is_per_worker(node) and not set(node.axes) <= set(mesh.shape):
+            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the state is per worker along {node.axes}")
+        shardings = NamedSharding(mesh, state_specs(node))
+        return PerWorker(shardings, node.axes) if _is_per_worker(node) else shardings
+
+    shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
+    return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+
+
+class TrainState(NamedTuple):
+    """State of data-parallel training on a mesh.
+
+    step: int32, steps done.  params: replicated.  opt_state: of the optax chain, per worker in part.
+    model_state: PerWorker or None, what the model changes but does not train, such as BatchNorm statistics; leaves of
+      shape (workers, ...), each worker's own, as in the paper; average over axis 0 to evaluate.
+    key: random key or None.
+    """
+
+    step: Array
+    params: PyTree
+    opt_state: PyTree
+    model_state: PerWorker | None
+    key: Array | None
+
+
+class Metrics(NamedTuple):
+    """loss: float32[workers], each worker's own; not averaged, because no collective is spent on reporting."""
+
+    loss: Array
+
+
+def make_train_step(
+    loss_fn,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    axis_name: AxisNames = "data",
+    moments=value_and_moments,
+    accumulate: int = 1,
+) -> "TrainStep":
+    """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. When `init` was
+        given a `key` it is called with `key=` too; when it was given a `model_state`, with `model_state=`, and returns
+        `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with a key of its own.
+      tx: any optax chain; its compressor must name the same axis (or a part of the axes). Transforms with state that
+        stand before the compressor need `gcjax.per_worker`.
+      mesh: the devices.
+      axis_name: axis or axes over which the batch is split.
+      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
+        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      accumulate: number of parts into which each worker's batch is split, their gradients added up one after the other.
+
+    Returns:
+      `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
+      `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` as for a jitted function. `batch` is a
+      pytree of global arrays, their leading axes split over the workers. The state that is passed in is used up.
+
+    Raises:
+      ValueError: an axis that the mesh lacks; a batch that cannot be split evenly (when called).
+    """
+    axes = axis_tuple(axis_name)
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing or not axes:
+        raise ValueError(f"axis_name={axis_name!r} must name axes of the mesh, which has {tuple(mesh.shape)}")
+    _checks.number("accumulate", accumulate, 1, low_included=True)
+    return TrainStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, moments, accumulate)
+
+
+class TrainStep:
+    """What `make_train_step` returns; see there."""
+
+    def __init__(self, loss_fn, tx, mesh, axes, moments, accumulate):
+        self._loss_fn, self._tx, self._mesh, self._axes = loss_fn, tx, mesh, axes
+        self._moments, self._accumulate = moments, accumulate
+        self._workers = math.prod(mesh.shape[axis] for axis in axes)
+        self._jitted = jax.jit(self._global_step, donate_argnums=0)
+        # CPU devices of one process share a thread pool. With several steps in flight their collectives can take all of
+        # its threads while some device has not begun, and wait for ever: so there, one step at a time.
+        self._one_pool = mesh.local_mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+    def init(self, params: PyTree, *, model_state: PyTree = None, key: Array | None = None) -> TrainState:
+        """The state before the first step, on the mesh; the arguments stay valid."""
+        if key is not None:
+            _checks.random_key("key", key)
+        held = None if model_state is None else _with_worker_axis(model_state, self._axes)
+        return place(TrainState(jnp.int32(0), params, self._tx.init(params), held, key), self._mesh)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        self._check_batch(batch)
+        if self._one_pool:
+            jax.block_until_ready(state)
+        return self._jitted(state, batch)
+
+    def lower(self, state: TrainState, batch: PyTree):
+        """`jax.jit(...).lower`, for the compiled program and its cost."""
+        self._check_batch(batch)
+        return self._jitted.lower(state, batch)
+
+    def _check_batch(self, batch) -> None:
+        parts = self._workers * self._accumulate
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if not leaf.ndim or leaf.shape[0] == 0 or leaf.shape[0] % parts:
+                raise ValueError(
+                    f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive multiple "
+                    f"of {parts} = {self._workers} workers * accumulate={self._accumulate}"
+                )
+
+    def _global_step(self, state: TrainState, batch):
+        over_workers = PartitionSpec(self._axes)
+        specs = state_specs(state)
+        batch = constrain(batch, NamedSharding(self._mesh, over_workers))
+        run = jax.shard_map(
+            self._local_step, mesh=self._mesh, in_specs=(specs, over_workers), out_specs=(specs, over_workers)
+        )
+        return run(state, batch)
+
+    def _local_step(self, state: TrainState, batch):
+        model_state = None if state.model_state is None else _one_worker(state.model_state)
+        key = None
+        if state.key is not None:
+            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), worker_index(self._axes))
+        params = _local(state.params, self._axes)
+        loss, grad, squares, model_state = self._accumulated(params, batch, model_state, key)
+        extra = {} if squares is None else {"sum_grad_squared": squares}
+        updates, opt_state = self._tx.update(grad, state.opt_state, state.params, **extra)
+        new = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            model_state=None if model_state is None else _with_worker_axis(model_state, self._axes),
+            key=state.key,
+        )
+        return new, Metrics(loss[None])
+
+    def _accumulated(self, params, batch, model_state, key):
+        """Loss, gradient, squares and model state of this worker's batch, part after part."""
+        if self._accumulate == 1:
+            return self._gradients(params, batch, model_state, key)
+        parts = self._accumulate
+        batch = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
+        keys = None if key is None else jax.random.split(key, parts)
+
+        def add(carry, part):
+            sums, model_state = carry
+            loss, grad, squares, model_state = self._gradients(params, part[0], model_state, part[1])
+            return (jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, (loss, grad, squares)), model_state), None
+
+        shapes = jax.eval_shape(self._gradients, params, jax.tree.map(lambda x: x[0], batch), model_state, key)[:3]
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
+        carry = (_local(zeros, self._axes), model_state)
+        ((loss, grad, squares), model_state), _ = jax.lax.scan(add, carry, (batch, keys))
+        grad = jax.tree.map(lambda g, s: (g / parts).astype(s.dtype), grad, shapes[1])
+        # Each sample counts 1 / (parts * part size), so its square falls by parts**2.
+        squares = jax.tree.map(lambda s: s / parts**2, squares)
+        return loss / parts, grad, squares, model_state
+
+    def _gradients(self, params, batch, model_state, key):
+        has_state = model_state is not None
+
+        def loss_fn(params, inputs):
+            batch, keys, model_state = inputs
+            extra: dict[str, Any] = {} if keys is None else {"key": keys if self._moments is None else keys[0]}
+            if has_state:
+                extra["model_state"] = model_state
+            return self._loss_fn(params, batch, **extra)
+
+        if self._moments is None:
+            out, grad = jax.value_and_grad(loss_fn, has_aux=has_state)(params, (batch, key, model_state))
+            squares = None
+        else:
+            size = jax.tree.leaves(batch)[0].shape[0]
+            keys = None if key is None else jax.random.split(key, size)
+            run = self._moments(loss_fn, has_aux=has_state, in_axes=(0, 0, None))
+            out, (grad, squares) = run(params, (batch, keys, model_state))
+        loss, model_state = out if has_state else (out, None)
+        return loss.astype(jnp.float32), grad, squares, model_state

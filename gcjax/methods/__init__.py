@@ -1,0 +1,1 @@
+"""One file per method; each makes a `Compressor` and its optax transform."""

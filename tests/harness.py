@@ -1,0 +1,120 @@
+"""Runs a transform over real devices: shard_map or pmap, one worker or eight."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+
+NAMES = ("a", "b", "c", "d")
+
+
+def mesh_of(workers, axis="data"):
+    return jax.make_mesh((workers,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+
+
+def tree_of(leaves):
+    """A list of leaves as a dict, in the order of the list."""
+    return dict(zip(NAMES, leaves, strict=False))
+
+
+def stacked(per_worker):
+    """One list of leaves per worker -> a dict of arrays (workers, ...)."""
+    return tree_of([np.stack(leaves) for leaves in zip(*per_worker, strict=True)])
+
+
+class Runner:
+    """Steps of a transform on `workers` devices: gradients and squares in as (workers, ...), every worker's update out."""
+
+    def __init__(self, tx, params, workers, mode="shard_map"):
+        self.tx, self.workers, self.mode = tx, workers, mode
+        state = tx.init(params)
+        if mode == "pmap":
+            self.start = jax.tree.map(lambda x: np.stack([x] * workers), state)
+            self._step = jax.pmap(self._local, axis_name="data", devices=jax.devices()[:workers])
+        else:
+            mesh = mesh_of(workers)
+            self.start = gcjax.place(state, mesh)
+            specs = (gcjax.state_specs(state), P("data"), P("data"))
+            self._step = jax.jit(
+                jax.shard_map(self._one_of_stack, mesh=mesh, in_specs=specs, out_specs=(P("data"), specs[0]))
+            )
+        self.state = self.start
+        self._compiled = []
+
+    def restart(self):
+        """The same compiled step with fresh state."""
+        fresh = copy.copy(self)
+        fresh.state = self.start
+        return fresh
+
+    def _local(self, state, gradients, squares):
+        extra = {} if squares is None else {"sum_grad_squared": squares}
+        return self.tx.update(gradients, state, **extra)
+
+    def _one_of_stack(self, state, gradients, squares):
+        gradients, squares = jax.tree.map(lambda x: x[0], (gradients, squares))
+        updates, state = self._local(state, gradients, squares)
+        # Stacked as varying, so that bits can be compared between workers.
+        return jax.tree.map(lambda x: x[None], updates), state
+
+    def step(self, gradients, squares=None):
+        """Returns the updates of all workers, numpy arrays (workers, ...)."""
+        updates, self.state = jax.block_until_ready(self._step(self.state, gradients, squares))
+        return jax.tree.map(np.asarray, updates)
+
+    def compiled_text(self, gradients, squares=None):
+        if not self._compiled:  # shared by all restarts
+            self._compiled.append(self._step.lower(self.state, gradients, squares).compile().as_text())
+        return self._compiled[0]
+
+
+def residuals(state, workers, sizes):
+    """Every worker's residual as a list of leaves: from the state of the first compressor found."""
+    found = [s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s)][0]
+    local = jax.tree.map(lambda x: np.asarray(x).reshape(workers, -1), found.buckets.value)
+    result = []
+    for w in range(workers):
+        flats = [np.asarray(_released(bucket, w).residual) for bucket in local]
+        leaves, buckets = {}, local
+        for flat, bucket in zip(flats, buckets, strict=True):
+            for s in bucket.bucket.segments:
+                leaves.setdefault(s.leaf, []).append(flat[s.offset : s.offset + s.size])
+        result.append([np.concatenate(leaves[i]) if i in leaves else np.zeros(0) for i in range(len(sizes))])
+    return result
+
+
+def _is_state(node):
+    return isinstance(node, gcjax.CompressState)
+
+
+def _released(bucket_state, worker):
+    return jax.tree.map(lambda x: jnp.asarray(x[worker]), bucket_state)
+
+
+@functools.cache
+def sample_gradients(workers, sizes, steps, seed=0):
+    """Dyadic gradients and squares, so that float32 arithmetic is exact and numpy must agree to the bit.
+
+    Returns two lists over steps of lists over workers of lists of leaves. A third of the entries have small squares and
+    are sent soon, others are noise; magnitudes spread over 2**-10 to 4, so that some are too small to be encoded.
+    """
+    rng = np.random.default_rng(seed)
+    gradients, squares = [], []
+    for _ in range(steps):
+        g_step, s_step = [], []
+        for _ in range(workers):
+            scale = [2.0 ** rng.integers(-10, 2, n) for n in sizes]
+            g = [(rng.integers(-4, 5, n) * k / 4).astype(np.float32) for n, k in zip(sizes, scale, strict=True)]
+            factor = [rng.choice([0.25, 0.5, 4.0], n) for n in sizes]
+            s = [(x.astype(np.float64) ** 2 * f).astype(np.float32) for x, f in zip(g, factor, strict=True)]
+            g_step.append(g)
+            s_step.append(s)
+        gradients.append(g_step)
+        squares.append(s_step)
+    return gradients, squares

@@ -1,0 +1,152 @@
+"""Bad use raises, with the value and the cure in the message."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+
+G = {"w": jnp.ones(3), "b": jnp.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"alpha": 0.0}, ValueError, r"alpha must be in \(0, inf\), got 0.0"),
+        ({"alpha": -1}, ValueError, "alpha.*-1"),
+        ({"alpha": float("nan")}, ValueError, "alpha.*nan"),
+        ({"alpha": float("inf")}, ValueError, "alpha.*inf"),
+        ({"alpha": "big"}, TypeError, "alpha must be a number, got 'big'"),
+        ({"decay": 0.0}, ValueError, r"decay must be in \(0, 1\], got 0.0"),
+        ({"decay": 1.01}, ValueError, "decay.*1.01"),
+        ({"threshold": 0.0}, ValueError, "threshold.*0.0"),
+        ({"threshold": 0.1, "feedback": True}, ValueError, "feedback=True"),
+        ({"feedback": "yes"}, TypeError, "feedback must be True or False, got 'yes'"),
+        ({"feedback": True, "underflow": "drop"}, ValueError, "contradicts"),
+        ({"feedback": True, "values": "levels", "key": 0}, ValueError, "unbiased without feedback"),
+        ({"underflow": "lose"}, ValueError, "'keep', 'drop', got 'lose'"),
+        ({"values": "int3"}, ValueError, "values must be one of.*got 'int3'"),
+        ({"values": "levels"}, TypeError, r"key .*jax.random.key\(seed\), got None"),
+        ({"values": "levels", "key": 3}, TypeError, "got 3"),
+        ({"key": jax.random.key(0)}, TypeError, "key is only used with values='levels'"),
+        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
+        ({"capacity": 2.5}, TypeError, "capacity must be an int, .*2.5"),
+        ({"capacity": ()}, ValueError, "at least one size"),
+        ({"axis_name": 3}, TypeError, "axis_name must be a string.*3"),
+        ({"axis_name": "a", "inner_axis_name": "a"}, ValueError, "must differ.*'a'"),
+    ],
+)
+def test_bad_options_of_variance_compress_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.variance_compress(**options)
+
+
+def test_an_unknown_option_raises():
+    with pytest.raises(TypeError, match="aplha"):
+        gcjax.variance_compress(aplha=1.5)
+
+
+def test_an_unknown_dtype_of_dense_compress_raises():
+    with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', got 'int8'"):
+        gcjax.dense_compress("int8")
+
+
+def test_an_axis_that_is_not_bound_raises_and_names_the_cure():
+    tx = gcjax.variance_compress(axis_name="data")
+    with pytest.raises(ValueError, match=r"'data'.*not bound.*make_train_step"):
+        tx.update(G, tx.init(G))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_integer_and_complex_leaves_raise_and_are_named(dtype):
+    tx = gcjax.variance_compress()
+    with pytest.raises(TypeError, match=rf"\['n'\].*{dtype}"):
+        tx.init({"n": jnp.zeros(3, dtype)})
+
+
+@pytest.mark.parametrize("name", ["params", "sum_grad_squared"])
+def test_another_structure_or_shape_raises(name):
+    tx = gcjax.variance_compress()
+    state = tx.init(G)
+    with pytest.raises(ValueError, match=f"{name} has the structure"):
+        tx.update(G, state, **{name: {"w": jnp.ones(3)}})
+    with pytest.raises(ValueError, match=rf"{name} leaf \['w'\] has shape \(4,\), the gradient \(3,\)"):
+        tx.update(G, state, **{name: {"w": jnp.ones(4), "b": jnp.ones(())}})
+
+
+def test_a_negative_square_raises_where_its_value_is_known():
+    tx = gcjax.variance_compress()
+    with pytest.raises(ValueError, match=r"\['w'\] has a negative entry \(-2"):
+        tx.update(G, tx.init(G), sum_grad_squared={"w": jnp.array([1.0, -2.0, 0.0]), "b": jnp.ones(())})
+
+
+def test_state_of_another_tree_raises():
+    tx = gcjax.variance_compress()
+    with pytest.raises(ValueError, match="initialised for other leaves"):
+        tx.update(G, tx.init({"w": jnp.ones(5)}))
+
+
+def test_state_of_all_workers_at_once_raises():
+    tx = gcjax.variance_compress(axis_name="data")
+    state = gcjax.place(tx.init(G), mesh_of(2))
+    with pytest.raises(ValueError, match="state of 2 workers at once.*state_specs"):
+        tx.update(G, state)
+
+
+def test_an_already_reduced_gradient_raises_and_names_the_helpers():
+    mesh = mesh_of(8)
+    tx = gcjax.variance_compress(axis_name="data")
+    state = gcjax.place(tx.init(G), mesh)
+    specs = gcjax.state_specs(state)
+
+    def loss(params, x):
+        return jnp.sum(params["w"] * x) + params["b"]
+
+    def step(take_gradient):
+        def local(params, state, x):
+            return tx.update(take_gradient(loss)(params, x[0]), state)
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+
+    x = np.ones((8, 3), np.float32)
+    with pytest.raises(ValueError, match=r"already.*local_gradients.*make_train_step"):
+        step(jax.grad)(G, state, x)
+    updates, _ = step(lambda loss: gcjax.local_gradients(jax.grad(loss), "data"))(G, state, x)
+    assert jax.tree.structure(updates) == jax.tree.structure(G)
+
+
+def test_info_without_a_compressor_or_inside_jit_raises():
+    with pytest.raises(ValueError, match="no state of a gcjax compressor"):
+        gcjax.info(optax.adam(1e-3).init(G))
+    tx = gcjax.variance_compress()
+    with pytest.raises(TypeError, match="cannot run inside jax.jit"):
+        jax.jit(gcjax.info)(tx.init(G))
+
+
+def test_bad_arguments_of_make_train_step_raise():
+    mesh = mesh_of(4)
+    tx = gcjax.variance_compress(axis_name="data")
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + params["b"]
+
+    with pytest.raises(ValueError, match=r"axis_name='model'.*\('data',\)"):
+        gcjax.make_train_step(loss, tx, mesh, axis_name="model")
+    with pytest.raises(ValueError, match="accumulate"):
+        gcjax.make_train_step(loss, tx, mesh, accumulate=0)
+    step = gcjax.make_train_step(loss, tx, mesh, accumulate=2)
+    with pytest.raises(TypeError, match=r"key must be a key made by jax.random.key"):
+        step.init(G, key=jnp.zeros(2, jnp.uint32))
+    state = step.init(G)
+    with pytest.raises(ValueError, match=r"shape \(12, 3\).*multiple of 8 = 4 workers \* accumulate=2"):
+        step(state, np.ones((12, 3), np.float32))
+
+
+def test_placing_state_on_a_mesh_without_its_axis_raises():
+    tx = gcjax.variance_compress(axis_name="data")
+    with pytest.raises(ValueError, match=r"\('rows',\).*\('data',\)"):
+        gcjax.place(tx.init(G), mesh_of(2, axis="rows"))

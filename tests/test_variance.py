@@ -1,0 +1,237 @@
+"""The variance method's own claims: wire words by hand, the criterion, noise-floor ratios, unbiased levels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import Runner, sample_gradients, stacked, tree_of
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+from gcjax import _codec
+
+
+def scale_of_leaf(biased):
+    return lambda index: jnp.full(index.shape, biased, jnp.uint32)
+
+
+def test_words_of_the_power_of_two_code_worked_by_hand():
+    # The leaf's largest is 6.5, so E = 2 and values are 4, 2, 1, ... 1/32 for d = 0, 1, 2, ... 7.
+    x = jnp.array([6.5, -4.0, 3.0, 2.9, -0.75, 0.0235, 1.0])
+    index = jnp.array([0, 1, 2, 3, 268435455, 7, 16])
+    code = _codec.power_of_two_code()
+    words = code.encode(x, index, jnp.full(7, 129, jnp.uint32), None)
+    by_hand = [
+        0x00000000,  # 6.5 -> nearest 8, cut to 4: d = 0, index 0
+        0x80000001,  # -4 -> d = 0, sign
+        0x00000002,  # 3 -> the mid-point of 2 and 4 goes up: d = 0
+        0x10000003,  # 2.9 -> 2: d = 1
+        0xAFFFFFFF,  # -0.75 -> the mid-point of 0.5 and 1 goes up to 1: d = 2, the largest index
+        0x70000007,  # 0.0235 -> above 0.75 / 32: 1 / 32, d = 7
+        0x20000010,  # 1 -> d = 2, index 16
+    ]
+    assert [hex(w) for w in words.tolist()] == [hex(w) for w in by_hand]
+    back, y = code.decode(words, scale_of_leaf(129))
+    assert back.tolist() == index.tolist()
+    assert y.tolist() == [4.0, -4.0, 4.0, 2.0, -1.0, 0.03125, 1.0]
+    assert float(code.smallest(jnp.array([129], jnp.uint32))[0]) == 0.75 / 32
+
+
+def test_words_of_the_sign_code_worked_by_hand():
+    code = _codec.sign_code(0.25)
+    words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
+    assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
+    index, y = code.decode(words, None)
+    assert index.tolist() == [5, 2**31 - 1, 0]
+    assert y.tolist() == [0.25, -0.25, -0.25]
+
+
+def test_words_of_the_level_code_worked_by_hand():
+    code = _codec.level_code()
+    scale = jax.lax.bitcast_convert_type(jnp.full(3, 7.0), jnp.uint32)  # the leaf's largest is 7: levels are integers
+    words = code.encode(jnp.array([7.0, -3.0, 0.0]), jnp.array([1, 2, 3]), scale, jax.random.key(0))
+    assert [hex(w) for w in words.tolist()] == ["0x70000001", "0xb0000002", "0x3"]
+    assert code.decode(words, lambda index: scale)[1].tolist() == pytest.approx([7.0, -3.0, 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_float_codes_keep_what_the_format_can_hold(bits):
+    code = _codec.float_code(bits)
+    x = jnp.array([1e-6, -3.0, 1000.5, 2.0**-3])
+    scale = code.to_scale(jnp.full(4, _codec.float_bits(jnp.float32(1000.5))))
+    words = code.encode(x, jnp.arange(4), scale, None)
+    assert len(words) == 4 * (32 + bits) // 32
+    index, y = code.decode(words, lambda index: scale)
+    assert index.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(y, x, rtol=0 if bits == 32 else 2**-11, atol=0 if bits == 32 else 1e-4)
+    np.testing.assert_array_equal(y, code.round(x, scale))
+
+
+def test_one_single_sample_never_passes_because_the_criterion_is_strict():
+    tx = gcjax.variance_compress(alpha=1.0)
+    g = jnp.linspace(-3, 3, 50)
+    updates, state = tx.update(g, tx.init(g))
+    assert not updates.any()
+    np.testing.assert_array_equal(state.buckets.value[0].accumulated, g)
+
+
+def test_an_entry_is_sent_once_r_squared_exceeds_alpha_v():
+    # Constant gradient 1 with squares 1/4 and decay 1: after n steps r = n, v = n / 4, so r^2 > 2 v from n = 1 on.
+    tx = gcjax.variance_compress(alpha=5.0, decay=1.0)
+    g, s = jnp.ones(1), jnp.full(1, 0.25)
+    state, sent = tx.init(g), []
+    for _ in range(6):
+        updates, state = tx.update(g, state, sum_grad_squared=s)
+        sent.append(float(updates[0]))
+    # n^2 > 5 n / 4 first at n = 2: 2 is sent, and everything begins again.
+    assert sent == [0.0, 2.0, 0.0, 2.0, 0.0, 2.0]
+
+
+def test_decay_lets_a_stuck_entry_pass_in_the_end():
+    def steps_until_sent(decay):
+        tx = gcjax.variance_compress(alpha=2.0, decay=decay)
+        g, s = jnp.array([1.0]), jnp.array([2.0])
+        step = jax.jit(tx.update)
+        _, state = step(g, tx.init(g), sum_grad_squared=s)
+        for n in range(2000):
+            updates, state = step(jnp.zeros(1), state, sum_grad_squared=jnp.zeros(1))
+            if updates.any():
+                return n
+        return None
+
+    assert steps_until_sent(1.0) is None
+    # 1 > 2 * 2 * decay**n first at n = log(4) / -log(decay)
+    assert steps_until_sent(0.99) == int(np.log(4) / -np.log(0.99))
+
+
+# Entries of pure noise: the ratio follows from alpha, decay and the normalisation of the squares alone. A factor of the
+# batch size in the squares would change it by far more than the tolerance. Expected values are those of a simulation
+# in float64 of the same number of steps, written here.
+NOISE_STEPS, NOISE_ENTRIES, NOISE_BATCH = 400, 4096, 64
+
+
+def simulated_noise_ratio(alpha):
+    rng = np.random.default_rng(1)
+    r, v = np.zeros(NOISE_ENTRIES), np.zeros(NOISE_ENTRIES)
+    sent = 0
+    for step in range(NOISE_STEPS):
+        z = rng.normal(size=(NOISE_BATCH, NOISE_ENTRIES)) / NOISE_BATCH
+        r += z.sum(axis=0)
+        v += (z**2).sum(axis=0)
+        send = r**2 > alpha * v
+        r[send] = v[send] = 0
+        v[~send] *= 0.999
+        sent += send.sum() if step >= NOISE_STEPS // 2 else 0
+    return NOISE_ENTRIES * (NOISE_STEPS // 2) / sent
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_noise_is_sent_as_rarely_as_the_variance_test_says(alpha):
+    tx = gcjax.variance_compress(alpha=alpha, values="float32", capacity=NOISE_ENTRIES)
+
+    @jax.jit
+    def run(key):
+        def one(carry, key):
+            state, sent = carry
+            z = jax.random.normal(key, (NOISE_BATCH, NOISE_ENTRIES)) / NOISE_BATCH
+            updates, state = tx.update(z.sum(0), state, sum_grad_squared=(z**2).sum(0))
+            return (state, sent), jnp.sum(updates != 0)
+
+        _, sent = jax.lax.scan(one, (tx.init(jnp.zeros(NOISE_ENTRIES)), 0), jax.random.split(key, NOISE_STEPS))
+        return sent
+
+    sent = run(jax.random.key(0))[NOISE_STEPS // 2 :]
+    ratio = NOISE_ENTRIES / float(sent.mean())
+    assert ratio == pytest.approx(simulated_noise_ratio(alpha), rel=0.1)
+    # After 400 steps 16, 56 and 139 were seen elsewhere too; 8,000 steps give 19.6, 85 and 246.
+    assert ratio == pytest.approx({1.0: 16, 1.5: 56, 2.0: 139}[alpha], rel=0.25)
+
+
+def test_stochastic_levels_are_unbiased():
+    g = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
+    tiny_squares = jnp.full(200, 1e-12)
+
+    tx = gcjax.variance_compress(values="levels", key=jax.random.key(3), capacity=224)
+    start = tx.init(g)
+
+    def sample(step):
+        (bucket,) = start.buckets.value
+        bucket = dataclasses.replace(bucket, step=step[None])  # the step is folded into the key: each draws anew
+        state = start._replace(buckets=dataclasses.replace(start.buckets, value=(bucket,)))
+        return tx.update(g, state, sum_grad_squared=tiny_squares)[0]
+
+    samples = np.asarray(jax.jit(jax.vmap(sample))(jnp.arange(2000)), np.float64)
+    error = samples.mean(axis=0) - np.asarray(g, np.float64)
+    standard_error = samples.std(axis=0) / np.sqrt(len(samples)) + 1e-7
+    assert np.abs(error / standard_error).max() < 5
+    assert samples.std(axis=0).max() > 0.01  # it does draw
+
+
+def test_workers_draw_independent_levels():
+    g = np.full((2, 400), 0.3, np.float32)
+    g[:, 0] = 1.0
+    s = np.full((2, 400), 1e-12, np.float32)
+    tx = gcjax.variance_compress(values="levels", key=jax.random.key(0), capacity=416, axis_name="data")
+    mean = Runner(tx, tree_of([g[0]]), 2).step(tree_of([g]), tree_of([s]))["a"][0]
+    # Level 2 or 3 of 7 on each worker: with shared draws the mean would never lie between.
+    assert len(np.unique(np.round(mean[1:] * 14))) == 3
+
+
+def test_alpha_may_be_scheduled_with_inject_hyperparams():
+    tx = optax.inject_hyperparams(
+        gcjax.variance_compress,
+        static_args=("feedback", "underflow", "values", "capacity", "axis_name", "inner_axis_name", "key", "threshold"),
+    )(alpha=optax.linear_schedule(0.1, 10.0, 2))
+    g, s = jnp.ones(4), jnp.full(4, 0.5)
+    state = tx.init(g)
+    step = jax.jit(tx.update)
+    sent = []
+    for _ in range(3):
+        updates, state = step(g, state, sum_grad_squared=s)
+        sent.append(bool(updates.any()))
+    assert sent == [True, False, False]
+
+
+def test_underflowing_entries_stay_or_go_as_asked():
+    g = jnp.array([1.0, 2.0**-9])
+    s = jnp.full(2, 1e-12)
+    for underflow, expected in (("keep", 2.0**-9), ("drop", 0.0)):
+        tx = gcjax.variance_compress(underflow=underflow)
+        _, state = tx.update(g, tx.init(g), sum_grad_squared=s)
+        info = gcjax.info(state)
+        assert (info.selected[0], info.sent[0], info.underflow[0]) == (2, 1, 1)
+        assert info.residual_norm[0] == pytest.approx(expected)
+
+
+def test_several_mesh_axes_count_as_one_and_an_inner_axis_is_averaged_first():
+    sizes = (300, 40)
+    gradients, squares = sample_gradients(8, sizes, 1)
+    g, s = stacked(gradients[0]), stacked(squares[0])
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), axis_types=(AxisType.Auto,) * 2)
+    params = tree_of([np.zeros(n, np.float32) for n in sizes])
+
+    def run(tx, g, s):
+        state = tx.init(params)
+        specs = gcjax.state_specs(state)
+        over = P(("slow", "fast"))
+
+        def step(state, g, s):
+            return tx.update(jax.tree.map(lambda x: x[0], g), state, sum_grad_squared=jax.tree.map(lambda x: x[0], s))
+
+        sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, over, over), out_specs=(P(), specs))
+        return jax.block_until_ready(jax.jit(sharded)(gcjax.place(state, mesh), g, s))
+
+    both, _ = run(gcjax.variance_compress(axis_name=("slow", "fast")), g, s)
+    flat = Runner(gcjax.variance_compress(axis_name="data"), params, 8).step(g, s)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), both, flat)
+
+    inner, state = run(gcjax.variance_compress(axis_name="slow", inner_axis_name="fast"), g, s)
+    joint = jax.tree.map(lambda x: np.asarray(x).reshape(2, 4, -1).mean(axis=1), g)
+    joint_squares = jax.tree.map(lambda x: np.asarray(x).reshape(2, 4, -1).sum(axis=1) / 16, s)
+    two = Runner(gcjax.variance_compress(axis_name="data"), params, 2).step(joint, joint_squares)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), inner, two)
+    assert len(gcjax.info(state).sent) == 2

@@ -1,0 +1,45 @@
+"""What a compiled program puts on the wire, read from its text."""
+
+import math
+import re
+from typing import NamedTuple
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+
+
+class Collective(NamedTuple):
+    """kind, dtype and elements of the result; ring_bytes: what a worker sends; in_branch: inside a conditional."""
+
+    kind: str
+    dtype: str
+    elements: int
+    ring_bytes: float
+    in_branch: bool
+
+
+def collectives(text: str, workers: int) -> list[Collective]:
+    """All collectives of an HLO module. Raises on a kind whose bytes are not known here."""
+    found = []
+    entry = False
+    for line in text.splitlines():
+        if line.startswith("ENTRY"):
+            entry = True
+        elif line.startswith("}"):
+            entry = False
+        match = re.search(r"= (\(?[a-z0-9]+\[[^=]*?) (%s)(?:-start)?\(" % "|".join(KINDS), line)
+        if not match:
+            continue
+        shapes = re.findall(r"([a-z0-9]+)\[([0-9,]*)\]", match[1])
+        kind = match[2]
+        for dtype, dims in shapes:
+            elements = math.prod(int(d) for d in dims.split(",")) if dims else 1
+            size = elements * BYTES[dtype]
+            if kind == "all-gather":
+                ring = size * (workers - 1) / workers
+            elif kind == "all-reduce":
+                ring = size * 2 * (workers - 1) / workers
+            else:
+                raise ValueError(f"no rule for {kind}: {line}")
+            found.append(Collective(kind, dtype, elements, ring, not entry))
+    return found
