@@ -85,7 +85,8 @@ def measure(size, leaves, density, malloc, torch_python, args) -> dict:
         for side, python in (("jax", sys.executable), ("torch", torch_python)):
             if python:
                 runs[side].append(_machine.run_child(python, job | {"side": side}, malloc))
-    row = {"size": size, "leaves": leaves, "density": f"1/{density}", "malloc": malloc}
+    load = round(os.getloadavg()[0], 1)  # about 2 of it are this benchmark's; more spoils PyTorch's times above all
+    row = {"size": size, "leaves": leaves, "density": f"1/{density}", "malloc": malloc, "load": load}
     row |= {side: summary(of_side) for side, of_side in runs.items() if of_side}
     if torch_python:
         row["torch_over_jax"] = round(row["torch"]["median_ms"] / row["jax"]["median_ms"], 2)
@@ -113,8 +114,8 @@ def table(record) -> str:
         "Milliseconds, medians (minima).",
         "",
         "| N | leaves | density | malloc | step | pass | step / pass | of minima | temporaries / N words | compile s "
-        "| torch step | torch / gcjax |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| torch step | torch / gcjax | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
         jax, torch = row["jax"], row.get("torch")
@@ -131,6 +132,7 @@ def table(record) -> str:
             jax["temporaries_over_n"],
             jax["compile_s"],
             *beside,
+            row["load"],
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

@@ -36,7 +36,7 @@ class Code(NamedTuple):
     smallest(scale): the smallest magnitude that the code can send, float32.
     encode(x, index, scale, key): float32[k], int32[k], uint32[k] -> uint32[k * bits / 32].
     decode(words, scale_of): the inverse -> (index int32[k], y float32[k]); scale_of(index) gives uint32[k].
-    round(x, scale): the value y that the receivers of x see; None where it is drawn at random.
+    round(x, scale): the value y that the receivers of x see; raises where it is drawn at random.
     """
 
     bits: int
@@ -45,7 +45,7 @@ class Code(NamedTuple):
     smallest: Callable
     encode: Callable
     decode: Callable
-    round: Callable | None
+    round: Callable
 
 
 def power_of_two_code() -> Code:
@@ -105,7 +105,10 @@ def level_code() -> Code:
         magnitude = bits_float(scale_of(index)) * (level / top)
         return index, bits_float((words & jnp.uint32(1 << _SIGN_SHIFT)) | float_bits(magnitude))
 
-    return Code(32, 32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, None)
+    def nearest(x, scale):
+        raise NotImplementedError("levels are drawn at random: what was sent is not known from x")
+
+    return Code(32, 32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
 
 
 def float_code(bits: int) -> Code:

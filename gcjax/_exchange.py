@@ -30,8 +30,8 @@ def axis_size(axis_names: tuple[str, ...]) -> int:
         return lax.axis_size(axis_names)
     except NameError as error:
         raise ValueError(
-            f"axis_name {axis_names} is not bound here ({error}). Call update inside jax.shard_map or jax.pmap over that "
-            "axis, for example with gcjax.make_train_step, or leave axis_name out for a single worker."
+            f"axis_name {axis_names} is not bound here ({error}). Call update inside jax.shard_map or jax.pmap over "
+            "that axis, for example with gcjax.make_train_step, or leave axis_name out for a single worker."
         ) from error
 
 

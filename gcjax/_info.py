@@ -17,7 +17,7 @@ class Info(NamedTuple):
     selected, sent, underflow, overflow: entries that passed the method's test, were put on the wire, were too small for
       the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
     capacity: slots in each worker's payload.
-    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one worker.
+    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one.
     compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
       neither indices nor padding. inf when nothing was sent.
     wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker.
@@ -58,14 +58,16 @@ def info(opt_state) -> Info:
         )
     reports = [jax.tree.map(np.ravel, s.report.value) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
-    counts = [x.astype(np.int64) for x in (sent.selected, sent.sent, sent.underflow, sent.overflow)]
     parameters = sum(float(r.parameters[0]) for r in reports)
     workers = int(reports[0].workers[0])
     wire_bytes = float(sent.wire_bytes[0])
     mean_sent = float(np.mean(sent.sent))
     dense_bytes = 2 * (workers - 1) / workers * 4 * parameters
     return Info(
-        *counts,
+        selected=sent.selected.astype(np.int64),
+        sent=sent.sent.astype(np.int64),
+        underflow=sent.underflow.astype(np.int64),
+        overflow=sent.overflow.astype(np.int64),
         capacity=int(sent.capacity[0]),
         wire_bytes=wire_bytes,
         compression_ratio=parameters / mean_sent if mean_sent else float("inf"),

@@ -1,8 +1,8 @@
 """A pytree of gradients as flat float32 buckets, leaf boundaries kept.
 
-Every leaf starts at a multiple of 32, so that a mask word never belongs to two leaves; the padding between leaves is zero
-and stays zero. A bucket holds at most 2**28 entries, what a 28-bit index can
-name; a model above that is split, in the middle of a leaf if need be.
+Every leaf starts at a multiple of 32, so that a mask word never belongs to two leaves; the padding between leaves is
+zero and stays zero. A bucket holds at most 2**28 entries, what a 28-bit index can name; a model above that is split, in
+the middle of a leaf if need be.
 """
 
 import dataclasses
@@ -126,9 +126,11 @@ def _flatten_bucket(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
     parts = [leaves[s.leaf][s.begin : s.begin + s.size] for s in bucket.segments]
     if len(parts) == 1:
         return parts[0]
+    # On CPU slices written one by one are a third faster than concatenate. The largest goes first: the first write
+    # becomes a padding, which XLA fuses with what made the part: a small part's sum would be redone for every entry.
     flat = jnp.zeros(bucket.size)
-    for s, part in zip(bucket.segments, parts, strict=True):
-        flat = flat.at[s.offset : s.offset + s.size].set(part)  # a third faster than concatenate on CPU
+    for s, part in sorted(zip(bucket.segments, parts, strict=True), key=lambda pair: -pair[0].size):
+        flat = flat.at[s.offset : s.offset + s.size].set(part)
     return flat
 
 

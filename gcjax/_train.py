@@ -88,7 +88,7 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     """Put freshly initialised state on a mesh: per-worker leaves once for each worker, all else replicated.
 
     Args:
-      state: a pytree with `PerWorker` nodes that hold one worker each, as `tx.init(params)` makes them outside the mesh.
+      state: a pytree with `PerWorker` nodes that hold one worker each, as `tx.init(params)` makes them off the mesh.
       mesh: it must have the axes that the nodes name.
 
     Returns:
@@ -210,8 +210,8 @@ class TrainStep:
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if not leaf.ndim or leaf.shape[0] == 0 or leaf.shape[0] % parts:
                 raise ValueError(
-                    f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive multiple "
-                    f"of {parts} = {self._workers} workers * accumulate={self._accumulate}"
+                    f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
+                    f"multiple of {parts} = {self._workers} workers * accumulate={self._accumulate}"
                 )
 
     def _global_step(self, state: TrainState, batch):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from gcjax._bits import pack_mask
-from gcjax._compat import varying_axes
+from gcjax._compat import as_varying, varying_axes
 from gcjax._exchange import axis_size, axis_tuple, comm_over, dense_mean, worker_index
 from gcjax._layout import flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, Compressor, PerWorker, Sent
@@ -72,6 +72,7 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
         layout = layout_of(updates)
+        sum_grad_squared = _mask_like(updates, sum_grad_squared)
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
@@ -92,10 +93,22 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
         sent = sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved())
         skipped = state.report.value.skipped[0] + ~ok
         report = Report(sent, jnp.float32(layout.entries), jnp.int32(comm.size), skipped)
-        new = CompressState(PerWorker(_hold(states), axes), PerWorker(_hold(report), axes))
-        return unflatten(layout, list(means)), new
+        # Typed as varying throughout, also what is equal everywhere: a scan wants its carry's types to stay the same.
+        held = jax.tree.map(lambda x: as_varying(x, axes), _hold((states, report)))
+        return unflatten(layout, list(means)), CompressState(PerWorker(held[0], axes), PerWorker(held[1], axes))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_masked(node) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _mask_like(updates, tree):
+    """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments: hide the same."""
+    if tree is None or jax.tree.structure(updates, is_leaf=_is_masked) != jax.tree.structure(tree):
+        return tree
+    return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
 
 
 def _hold(tree):
@@ -111,14 +124,14 @@ def _release(tree, like):
 def _check_inputs(layout, state, params, sum_grad_squared) -> None:
     if tuple(s.bucket for s in state.buckets.value) != layout.buckets:
         raise ValueError(
-            f"the state was initialised for other leaves than this gradient with shapes {layout.shapes}; call init with "
-            "the parameters that update sees"
+            f"the state was initialised for other leaves than this gradient with shapes {layout.shapes}; call init "
+            "with the parameters that update sees"
         )
     workers = state.report.value.skipped.size
     if workers != 1:
         raise ValueError(
-            f"update got the state of {workers} workers at once. Call it inside jax.shard_map or jax.pmap with in_specs "
-            "gcjax.state_specs(state), so that every worker sees its own"
+            f"update got the state of {workers} workers at once. Call it inside jax.shard_map or jax.pmap with "
+            "in_specs=gcjax.state_specs(state), so that every worker sees its own"
         )
     for name, tree in (("params", params), ("sum_grad_squared", sum_grad_squared)):
         if tree is not None:

@@ -68,9 +68,9 @@ class Compressor(NamedTuple):
     init(bucket) -> state of one worker, a pytree node with attributes `bucket` and `residual`: float32[bucket.size],
         what this worker has taken in and neither sent nor given up.
     update(gradient, sum_grad_squared, state, comm, ok) -> (mean, state, Sent): `gradient` is float32[bucket.size],
-        `sum_grad_squared` the same or None; `mean` is the update, bit-equal on all workers. `ok` is a bool scalar, equal
-        on all workers, False when any worker's input is not finite: then `mean` must be NaN everywhere and the state
-        come back as it was.
+        `sum_grad_squared` the same or None; `mean` is the update, bit-equal on all workers. `ok` is a bool scalar,
+        equal on all workers, False when any worker's input is not finite: then `mean` must be NaN everywhere and the
+        state come back as it was.
     """
 
     init: Callable[..., PyTree]

@@ -29,7 +29,7 @@ def stacked(per_worker):
 
 
 class Runner:
-    """Steps of a transform on `workers` devices: gradients and squares in as (workers, ...), every worker's update out."""
+    """Steps of a transform on `workers` devices; gradients, squares and updates are arrays (workers, ...)."""
 
     def __init__(self, tx, params, workers, mode="shard_map"):
         self.tx, self.workers, self.mode = tx, workers, mode
@@ -76,7 +76,7 @@ class Runner:
 
 def residuals(state, workers, sizes):
     """Every worker's residual as a list of leaves: from the state of the first compressor found."""
-    found = [s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s)][0]
+    found = next(s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s))
     local = jax.tree.map(lambda x: np.asarray(x).reshape(workers, -1), found.buckets.value)
     result = []
     for w in range(workers):

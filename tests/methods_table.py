@@ -9,7 +9,7 @@ import oracle
 import gcjax
 
 SIZES = (300, 1, 40, 513)  # entries of the test model's leaves: one of one entry, none a multiple of 32 but by chance
-CAPACITY = (64, 128, 864)
+CAPACITY = (64, 320, 416, 864)
 
 
 class Row(NamedTuple):
@@ -29,10 +29,12 @@ class Row(NamedTuple):
     ladder: tuple[int, ...] = ()
 
 
-def variance(name, *, capacity=CAPACITY, key=None, conserves=False, unbiased=False, has_oracle=True, alpha=1.5, **options):
+def variance(
+    name, *, capacity=CAPACITY, key=None, conserves=False, unbiased=False, has_oracle=True, alpha=1.5, **options
+):
     def make(axis_name=None, **more):
         extra = {} if key is None else {"key": jax.random.key(key)}
-        settings = dict(capacity=capacity, axis_name=axis_name, decay=0.5) | options | extra | more
+        settings = {"capacity": capacity, "axis_name": axis_name, "decay": 0.5} | options | extra | more
         return gcjax.variance_compress(alpha, **settings)
 
     def make_oracle(workers, sizes):
@@ -66,6 +68,6 @@ METHODS = [
     variance("levels", values="levels", key=7, has_oracle=False, unbiased=True),
     variance("hybrid", threshold=0.5, conserves=True),
     variance("overflow", capacity=(64,), values="float32", conserves=True),
-    variance("paper-overflow", capacity=(32, 64)),
+    variance("paper-overflow", capacity=(64,)),
     variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True),
 ]

@@ -39,7 +39,7 @@ class VarianceWorker:
         self.first_word = 0
 
     def step(self, gradient, squares, capacity):
-        """Take in one gradient; returns ({(leaf, entry): value on the receivers' side}, passed, underflowed, overflowed)."""
+        """Take in one gradient. Returns ({(leaf, entry): value as received}, passed, underflowed, overflowed)."""
         passed, sendable = [], []
         for leaf, (g, s) in enumerate(zip(gradient, squares, strict=True)):
             for i in range(len(g)):

@@ -93,7 +93,7 @@ def test_state_of_another_tree_raises():
 def test_state_of_all_workers_at_once_raises():
     tx = gcjax.variance_compress(axis_name="data")
     state = gcjax.place(tx.init(G), mesh_of(2))
-    with pytest.raises(ValueError, match="state of 2 workers at once.*state_specs"):
+    with pytest.raises(ValueError, match=r"state of 2 workers at once.*state_specs"):
         tx.update(G, state)
 
 
@@ -123,7 +123,7 @@ def test_info_without_a_compressor_or_inside_jit_raises():
     with pytest.raises(ValueError, match="no state of a gcjax compressor"):
         gcjax.info(optax.adam(1e-3).init(G))
     tx = gcjax.variance_compress()
-    with pytest.raises(TypeError, match="cannot run inside jax.jit"):
+    with pytest.raises(TypeError, match=r"cannot run inside jax\.jit"):
         jax.jit(gcjax.info)(tx.init(G))
 
 

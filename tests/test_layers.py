@@ -70,7 +70,7 @@ def test_only_the_exchange_names_a_collective():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            assert name not in COLLECTIVES or unit(path) == "_compat" and name == "axis_index", f"{path}: {name}"
+            assert name not in COLLECTIVES or (unit(path) == "_compat" and name == "axis_index"), f"{path}: {name}"
 
 
 def test_nothing_prints_or_asserts():

@@ -27,7 +27,7 @@ def collectives(text: str, workers: int) -> list[Collective]:
             entry = True
         elif line.startswith("}"):
             entry = False
-        match = re.search(r"= (\(?[a-z0-9]+\[[^=]*?) (%s)(?:-start)?\(" % "|".join(KINDS), line)
+        match = re.search(rf"= (\(?[a-z0-9]+\[[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", line)
         if not match:
             continue
         shapes = re.findall(r"([a-z0-9]+)\[([0-9,]*)\]", match[1])

@@ -7,24 +7,14 @@ import numpy as np
 from gcjax._moments._front import value_and_moments
 
 CURE = (
-    "The loss of the batch is not the mean (reduction='mean') or the sum (reduction='sum') of the losses of its samples. "
+    "The loss of the batch is not the mean (reduction='mean') or the sum (reduction='sum') of its samples' losses. "
     "BatchNorm: set sample_axis='batch' and give the same axis name to the layer (gcjax.flax.sync_batchnorm does). "
     "Weighted or masked mean: divide the weights by their sum outside loss_fn and use reduction='sum'. "
     "Dropout: check without it, for its mask depends on the shape of the batch."
 )
 
 
-def check_moments(
-    loss_fn,
-    has_aux=False,
-    *,
-    in_axes=0,
-    sample_axis=None,
-    microbatches=None,
-    reduction="mean",
-    method="auto",
-    max_bytes=256 << 20,
-):
+def check_moments(loss_fn, has_aux=False, **keywords):
     """Build a function that compares `value_and_moments` with plain `jax.value_and_grad` of the whole batch.
 
     A loss that couples its samples (BatchNorm without an axis name, a mean over unmasked entries) gives a wrong
@@ -41,14 +31,6 @@ def check_moments(
         ValueError: the loss or a leaf of the gradient disagrees, with the leaf, the size and the cure.
         TypeError: called under jit, where values are not known.
     """
-    keywords = dict(
-        in_axes=in_axes,
-        sample_axis=sample_axis,
-        microbatches=microbatches,
-        reduction=reduction,
-        method=method,
-        max_bytes=max_bytes,
-    )
     moments_fn = jax.jit(value_and_moments(loss_fn, has_aux, **keywords))
     # One group of the whole batch is the batch loss itself, with the sample axis bound to size 1.
     whole_fn = jax.jit(value_and_moments(loss_fn, has_aux, **{**keywords, "microbatches": 1, "method": "vmap"}))

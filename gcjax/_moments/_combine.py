@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gcjax._moments import _compat
 from gcjax._moments._reduce import loop_moments, reduced
 
 
@@ -44,11 +45,88 @@ class Tied:
         return sum(child.summed(read) for child in self.children[1:]) + self.children[0].summed(read)
 
     def moments(self, table, size):
-        return loop_moments(self, table, size)
+        return loop_moments(self.summed, table, size)
 
     @property
     def needs(self):
         return self.operands
+
+    def pair(self, read, token):
+        return reduced(self, read, token)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A concatenation: each part moves to its place, in both sums."""
+
+    eqn: Any
+    children: tuple
+    rule = "joined"
+
+    @property
+    def operands(self):
+        return tuple(dict.fromkeys(key for child in self.children for key in child.operands))
+
+    @property
+    def needs(self):
+        return tuple(dict.fromkeys(key for child in self.children for key in child.needs))
+
+    @property
+    def positions(self):
+        return max(child.positions for child in self.children)
+
+    def summed(self, read):
+        return self._join([child.summed(read) for child in self.children])
+
+    def moments(self, table, size):
+        return loop_moments(self.summed, table, size)
+
+    def pair(self, read, token):
+        totals, squares = zip(*(child.pair(read, token) for child in self.children), strict=True)
+        return self._join(totals), self._join(squares)
+
+    def _join(self, parts):
+        return jax.lax.concatenate(parts, self.eqn.params["dimension"])
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """A linear operation that mixes the entries of a weight's gradient, as in the gradient of a low-rank factor.
+
+    Its other operands are the same for all samples. Squares do not pass through it, but each sample's gradient does:
+    the loop over samples applies it to one gradient at a time, so that no array of batch x weight is made.
+    """
+
+    eqn: Any
+    index: int
+    child: Any
+
+    @property
+    def rule(self):
+        return f"mixed {self.child.rule}"
+
+    @property
+    def positions(self):
+        return self.child.positions
+
+    @property
+    def others(self):
+        return self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :]
+
+    @property
+    def operands(self):
+        return (*self.child.operands, *(atom for atom in self.others if not _compat.is_literal(atom)))
+
+    @property
+    def needs(self):
+        return self.operands
+
+    def summed(self, read):
+        others = [atom.val if _compat.is_literal(atom) else read(atom)[0] for atom in self.others]
+        return _compat.bind(self.eqn, [*others[: self.index], self.child.summed(read), *others[self.index :]])[0]
+
+    def moments(self, table, size):
+        return loop_moments(self.summed, table, size)
 
     def pair(self, read, token):
         return reduced(self, read, token)
@@ -114,7 +192,7 @@ class ScannedSum:
         return self.child.summed(flat)
 
     def moments(self, table, size):
-        return loop_moments(self, table, size)
+        return loop_moments(self.summed, table, size)
 
     @property
     def needs(self):

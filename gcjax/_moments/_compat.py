@@ -3,6 +3,7 @@
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax._src import config
 
 
 def varying_axes(tree) -> frozenset:
@@ -51,3 +52,18 @@ def bind(eqn, values) -> list:
 def has_side_effects(eqn) -> bool:
     """Whether the equation must run though nobody reads it; naming a mapped axis is no such reason."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def without_mesh_types(fn, *args):
+    """Run `fn` with the tracking of varying mesh axes off, as under check_vma=False, and type the results again.
+
+    JAX 0.10.2 fails an assertion at any `psum` over an axis of `jax.vmap` inside a `shard_map` with check_vma=True.
+    """
+    axes = varying_axes(args)
+    tracking = getattr(config, "_check_vma", None)
+    if not axes or tracking is None:
+        return fn(*args)
+    with tracking(False):
+        # A copy made while tracking is off has lost its type; scans would otherwise see typed and untyped carries.
+        out = fn(*jax.tree.map(jnp.copy, args))
+    return vary(out, axes)

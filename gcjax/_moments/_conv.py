@@ -1,8 +1,9 @@
 """Convolutions: strided, dilated, transposed, grouped and depthwise, in any number of spatial axes.
 
 The weight gradient is itself a convolution: its output's spatial axes are the kernel's taps, its right operand's
-spatial axes are the positions of the layer's output. Padding, dilation and stride are read from that equation. Gathering
-the taps and contracting over positions in one matrix product (im2col) is what XLA's CPU backend runs fast inside a loop.
+spatial axes are the positions of the layer's output. Padding, dilation and stride are read from that equation.
+Gathering the taps and contracting over positions in one matrix product (im2col) is what XLA's CPU backend runs fast
+inside a loop; its own convolution there is about ten times slower.
 """
 
 import itertools
@@ -12,11 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from gcjax._moments._dense import product
 from gcjax._moments._naive import accumulator_dtype
 from gcjax._moments._reduce import loop_moments, reduced, stacked_reader
 
-MAX_TAPS = 256
+# Above this many taps a slice for each would be slow to compile.
+MAX_SLICES = 49
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +44,22 @@ class Conv:
 
     def summed(self, read):
         lhs, rhs = (read(key) for key in self.eqn.invars)
-        return self._product(lhs, rhs, self.eqn.params["preferred_element_type"])
+        return self._product(self._features_first(lhs), rhs, self.eqn.params["preferred_element_type"])
 
     def moments(self, table, size):
+        lhs, rhs = self.eqn.invars
+        dtype = self.eqn.params["preferred_element_type"]
         if self.positions > 1:
-            return loop_moments(self, table, size)
+            # Transposed once for all samples, and not in every step of the loop.
+            value, is_batched = table[lhs]
+            value = self._features_first(value if is_batched else value[None])
+            table = {"lhs": (value if is_batched else value[0], is_batched), "rhs": table[rhs]}
+            return loop_moments(lambda read: self._product(read("lhs"), read("rhs"), dtype), table, size)
         read = stacked_reader(table, size)
-        dtype = accumulator_dtype(self.eqn.outvars[0].aval.dtype)
-        squares = self._product(*(jnp.square(read(key).astype(dtype)) for key in self.eqn.invars), dtype)
-        return self.summed(read), squares
+        wide = accumulator_dtype(self.eqn.outvars[0].aval.dtype)
+        values = self._features_first(read(lhs)), read(rhs)
+        squares = self._product(*(jnp.square(value.astype(wide)) for value in values), wide)
+        return self._product(*values, dtype), squares
 
     @property
     def needs(self):
@@ -57,64 +68,59 @@ class Conv:
     def pair(self, read, token):
         return reduced(self, read, token)
 
+    def _features_first(self, lhs):
+        """`[N, ...]` in the equation's layout -> `[N, C, n, space]`: the positions last, where products are fastest."""
+        return lhs.transpose(0, *(d + 1 for d in self.eqn.params["dimension_numbers"][0]))
+
     def _product(self, lhs, rhs, dtype):
+        """Gradient summed over N, from lhs `[N, C, n, space]` and rhs `[N, ...]` in the equation's layout."""
         params = self.eqn.params
-        lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+        _, rhs_spec, out_spec = ([d + 1 for d in spec] for spec in params["dimension_numbers"])
         groups = params["batch_group_count"]
-        lhs = self._taps(_features_first(lhs, lhs_spec))
-        rhs = _features_first(rhs, rhs_spec)
-        taps, channels, outputs = lhs.shape[0], lhs.shape[1], rhs.shape[0]
-        lhs = lhs.reshape(taps, groups, channels // groups, -1)
-        rhs = rhs.reshape(groups, outputs // groups, -1)
-        if groups == 1:
-            lhs, rhs = lhs.reshape(taps * channels, -1), rhs[0]
-            out = jax.lax.dot_general(
-                lhs, rhs, (((1,), (1,)), ((), ())), precision=_lhs_precision(params), preferred_element_type=dtype
-            )
-        else:
-            lhs = jnp.swapaxes(lhs, 0, 1).reshape(groups, taps * (channels // groups), -1)
-            out = jax.lax.dot_general(
-                lhs, rhs, (((2,), (2,)), ((0,), (0,))), precision=_lhs_precision(params), preferred_element_type=dtype
-            )
-            out = out.reshape(groups, taps, channels // groups, -1).transpose(1, 2, 0, 3)
         shape = self.eqn.outvars[0].aval.shape
-        out = out.reshape(*(shape[d] for d in out_spec[2:]), channels // groups, outputs)
-        rank = len(out_spec)
-        order = {axis: i for i, axis in enumerate([*out_spec[2:], out_spec[0], out_spec[1]])}
-        return out.transpose([order[axis] for axis in range(rank)]).astype(dtype or self.eqn.outvars[0].aval.dtype)
+        # lhs [N, taps, groups, C / groups, n, positions] and rhs with its features split in the same way.
+        lhs = _split(self._taps(lhs), 2, groups)
+        rhs = _split(rhs, rhs_spec[0], groups)
+        lhs_axes = [0, *range(4, lhs.ndim)]
+        rhs_axes = [d + (d > rhs_spec[0]) for d in (0, *rhs_spec[1:])]
+        out = product(
+            lhs, rhs, list(zip(lhs_axes, rhs_axes, strict=True)), [(2, rhs_spec[0])], params["precision"], dtype
+        )
+        out = jnp.moveaxis(out, 0, 2)
+        out = out.reshape(*(shape[d - 1] for d in out_spec[2:]), -1, shape[out_spec[1] - 1])
+        order = [d - 1 for d in (*out_spec[2:], out_spec[0], out_spec[1])]
+        return out.transpose(np.argsort(order)).astype(dtype or self.eqn.outvars[0].aval.dtype)
 
     def _taps(self, lhs):
-        """`[C, n, space]` -> `[taps, C, n, positions]`: for every kernel tap the inputs that it meets."""
+        """`[N, C, n, space]` -> `[N, taps, C, n, positions]`: for every kernel tap the inputs that it meets."""
         params = self.eqn.params
         _, rhs_spec, out_spec = params["dimension_numbers"]
         taps = [self.eqn.outvars[0].aval.shape[d] for d in out_spec[2:]]
         positions = [self.eqn.invars[1].aval.shape[d] for d in rhs_spec[2:]]
-        spaces = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
-        lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), (0, 0, 0), *spaces])
-        slices = []
-        for tap in itertools.product(*map(range, taps)):
-            start = [t * s for t, s in zip(tap, params["window_strides"], strict=True)]
-            stop = [a + (n - 1) * d + 1 for a, n, d in zip(start, positions, params["rhs_dilation"], strict=True)]
-            part = jax.lax.slice(lhs, [0, 0, *start], [*lhs.shape[:2], *stop], [1, 1, *params["rhs_dilation"]])
-            slices.append(part.reshape(*lhs.shape[:2], -1))
-        return jnp.stack(slices)
+        padding = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
+        lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0)] * 3 + padding)
+        windows = list(zip(positions, params["window_strides"], params["rhs_dilation"], strict=True))
+        if math.prod(taps) <= MAX_SLICES:
+            starts = itertools.product(*map(range, taps))
+            return jnp.stack([_window(lhs, dict(enumerate(tap, 3)), windows) for tap in starts], axis=1)
+        # One space axis after the other: more copying, and far fewer slices to compile.
+        for i, count in enumerate(taps):
+            lhs = jnp.stack([_window(lhs, {3 + 2 * i: t}, windows[i : i + 1]) for t in range(count)], axis=1 + i)
+        return lhs.reshape(lhs.shape[0], -1, *lhs.shape[1 + len(taps) :])
 
 
-def _features_first(array, spec):
-    """`[N, ...]` in a convolution's layout -> `[features, N * summed, space]`.
+def _window(lhs, taps, windows):
+    """Slice the axes in `taps` (axis -> tap) to the inputs that this tap meets."""
+    for (axis, tap), (positions, stride, step) in zip(taps.items(), windows, strict=True):
+        first = tap * stride
+        lhs = jax.lax.slice_in_dim(lhs, first, first + (positions - 1) * step + 1, step, axis)
+    return lhs
 
-    The layout's "batch" axis holds the features that the gradient keeps, its "feature" axis the ones it sums over.
-    """
-    array = array.transpose([spec[0] + 1, 0, *(d + 1 for d in spec[1:])])
-    return array.reshape(array.shape[0], -1, *array.shape[3:])
 
-
-def _lhs_precision(params):
-    return params["precision"]
+def _split(array, axis, groups):
+    return array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
 
 
 def is_kernel_gradient(eqn) -> bool:
-    """Whether the rule applies: few taps, and no grouping of the contracted axis."""
-    _, _, out_spec = eqn.params["dimension_numbers"]
-    taps = math.prod(eqn.outvars[0].aval.shape[d] for d in out_spec[2:])
-    return eqn.params["feature_group_count"] == 1 and taps <= MAX_TAPS
+    """Whether the rule applies: the contracted axis is not grouped (it is under a forward batch_group_count)."""
+    return eqn.params["feature_group_count"] == 1

@@ -37,18 +37,13 @@ class Dense:
 
     def _product(self, lhs, rhs, dtype):
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.eqn.params["dimension_numbers"]
-        pairs = [(0, 0), *((a + 1, b + 1) for a, b in zip(lhs_contract, rhs_contract, strict=True))]
-        # Contracted axes of size 1 (the batch of one sample) would slow the product down.
-        dropped = [(a, b) for a, b in pairs if lhs.shape[a] == 1]
-        kept = [pair for pair in pairs if pair not in dropped]
-        lhs, lhs_dims = _without([a for a, _ in dropped], lhs, [a for a, _ in kept], [d + 1 for d in lhs_batch])
-        rhs, rhs_dims = _without([b for _, b in dropped], rhs, [b for _, b in kept], [d + 1 for d in rhs_batch])
-        dims = ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1]))
-        return jax.lax.dot_general(lhs, rhs, dims, precision=self.eqn.params["precision"], preferred_element_type=dtype)
+        contract = [(0, 0), *((a + 1, b + 1) for a, b in zip(lhs_contract, rhs_contract, strict=True))]
+        batch = [(a + 1, b + 1) for a, b in zip(lhs_batch, rhs_batch, strict=True)]
+        return product(lhs, rhs, contract, batch, self.eqn.params["precision"], dtype)
 
     def moments(self, table, size):
         if self.positions > 1:
-            return loop_moments(self, table, size)
+            return loop_moments(self.summed, table, size)
         read = stacked_reader(table, size)
         dtype = accumulator_dtype(self.eqn.outvars[0].aval.dtype)
         squares = self._product(*(jnp.square(read(key).astype(dtype)) for key in self.eqn.invars), dtype)
@@ -60,6 +55,16 @@ class Dense:
 
     def pair(self, read, token):
         return reduced(self, read, token)
+
+
+def product(lhs, rhs, contract, batch, precision, dtype):
+    """`dot_general` with its axes given as pairs; contracted axes of size 1, which slow it down, are dropped first."""
+    dropped = [(a, b) for a, b in contract if lhs.shape[a] == 1]
+    kept = [pair for pair in contract if pair not in dropped]
+    lhs, lhs_dims = _without([a for a, _ in dropped], lhs, [a for a, _ in kept], [a for a, _ in batch])
+    rhs, rhs_dims = _without([b for _, b in dropped], rhs, [b for _, b in kept], [b for _, b in batch])
+    dims = ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1]))
+    return jax.lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
 
 
 def _without(dropped, array, *axes):

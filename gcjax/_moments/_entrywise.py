@@ -1,46 +1,55 @@
-"""Operations between a sink and the parameter that move or scale single entries.
+"""Operations between a sink and the parameter that move or scale single entries, and gradients cut as they are.
 
 Such an operation commutes with squaring: it is applied to the sum as it stands, and to the sum of squares with its
-factor squared. Biases and other small leaves, cut at the gradient itself, are here too.
+factor squared.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from gcjax._moments import _compat
 from gcjax._moments._naive import accumulator_dtype, square_sum
 from gcjax._moments._reduce import reduced, stacked_reader
 
-MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "copy_p", "pvary", "slice", "name"}
+MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "copy_p", "pvary", "slice", "name", "split"}
 KEEPS_SQUARE = {"neg", "convert_element_type", "reduce_precision"}
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """The gradient itself, stacked over samples by vmap: right for everything, cheap for biases and scales."""
+    """The gradient itself, stacked over samples by vmap: right for everything, cheap for biases and scales.
+
+    Attributes:
+        key: the variable.
+        made_by: name of the primitive at which the walk stopped, "input" if there is none.
+    """
 
     key: Any
+    made_by: str = "input"
     rule = "leaf"
     positions = 1
 
     @property
     def operands(self):
-        return (self.key,)
-
-    def summed(self, read):
-        return jnp.sum(read(self.key), axis=0)
-
-    def moments(self, table, size):
-        dtype = table[self.key][0].dtype
-        total, squares = square_sum(stacked_reader(table, size)(self.key))
-        return total.astype(dtype), squares
+        return () if _compat.is_literal(self.key) else (self.key,)
 
     @property
     def needs(self):
         return self.operands
+
+    def summed(self, read):
+        # A literal (the zero gradient of an unused scalar) stands only at the top, where one sample is read.
+        return jnp.asarray(self.key.val) if _compat.is_literal(self.key) else jnp.sum(read(self.key), axis=0)
+
+    def moments(self, table, size):
+        if not self.operands:
+            value = self.summed(None)
+            return size * value, size * jnp.square(value.astype(accumulator_dtype(value.dtype)))
+        dtype = table[self.key][0].dtype
+        total, squares = square_sum(stacked_reader(table, size)(self.key))
+        return total.astype(dtype), squares
 
     def pair(self, read, token):
         return reduced(self, read, token)
@@ -48,9 +57,16 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Entrywise:
-    """One equation that moves or scales entries; its operands other than `child` are the same for all samples."""
+    """One equation that moves or scales entries of `child`; its other operands are the same for all samples.
+
+    Attributes:
+        eqn: the equation.
+        output: which of its results.
+        index: which of its operands `child` is.
+    """
 
     eqn: Any
+    output: int
     index: int
     child: Any
 
@@ -63,68 +79,72 @@ class Entrywise:
         return self.child.positions
 
     @property
+    def others(self):
+        return self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :]
+
+    @property
     def shared(self):
-        return tuple(v for i, v in enumerate(self.eqn.invars) if i != self.index and not _compat.is_literal(v))
+        return tuple(atom for atom in self.others if not _compat.is_literal(atom))
 
     @property
     def operands(self):
         return (*self.child.operands, *self.shared)
 
-    def summed(self, read):
-        def first(key):
-            return read(key)[0]
-
-        return self._apply(self.child.summed(read), first)
-
     @property
     def needs(self):
         return (*self.child.needs, *self.shared)
 
+    def summed(self, read):
+        return self._apply(self.child.summed(read), self._other_values(lambda key: read(key)[0]))
+
+    def moments(self, table, size):
+        total, squares = self.child.moments(table, size)
+        others = self._other_values(lambda key: table[key][0])
+        return self._apply(total, others), self._apply_squared(squares, others)
+
     def pair(self, read, token):
         total, squares = self.child.pair(read, token)
-        return self._apply(total, read), self._apply_squared(squares, read)
+        others = self._other_values(read)
+        return self._apply(total, others), self._apply_squared(squares, others)
 
-    def _values(self, value, read):
-        rest = [atom.val if _compat.is_literal(atom) else read(atom) for atom in self.others]
-        return [*rest[: self.index], value, *rest[self.index :]]
+    def _other_values(self, read):
+        return [atom.val if _compat.is_literal(atom) else read(atom) for atom in self.others]
 
-    @property
-    def others(self):
-        return [atom for i, atom in enumerate(self.eqn.invars) if i != self.index]
+    def _apply(self, value, others):
+        return _compat.bind(self.eqn, [*others[: self.index], value, *others[self.index :]])[self.output]
 
-    def _apply(self, value, read):
-        return _compat.bind(self.eqn, self._values(value, read))[0]
-
-    def _apply_squared(self, squares, read):
+    def _apply_squared(self, squares, others):
         name = self.eqn.primitive.name
         if name in KEEPS_SQUARE:
             return squares.astype(jnp.promote_types(squares.dtype, accumulator_dtype(self.eqn.outvars[0].aval.dtype)))
-        values = self._values(squares, read)
-        if name in ("mul", "div"):
-            factor = jnp.square(jnp.asarray(values[1 - self.index]).astype(squares.dtype))
-            return squares * factor if name == "mul" else squares / factor
-        values = [jnp.asarray(v).astype(squares.dtype) for v in values]
-        return _compat.bind(self.eqn, values)[0]
+        # Zeros and factors follow the dtype of the squares; indices and masks stay as they are.
+        others = [jnp.asarray(v) for v in others]
+        others = [v.astype(squares.dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in others]
+        return self._apply(squares, [jnp.square(v) for v in others] if name in ("mul", "div") else others)
 
 
-def entrywise_operand(eqn, is_shared) -> int | None:
+def entrywise_operand(eqn, scope) -> int | None:
     """Index of the operand whose entries the equation moves or scales, or None if it does anything else."""
-    name = eqn.primitive.name
-    if not eqn.invars:
+    name, atoms = eqn.primitive.name, eqn.invars
+    if not atoms:
         return None
-    if name in MOVES or name in KEEPS_SQUARE:
-        return 0 if len(eqn.invars) == 1 else None
-    source, target = eqn.invars[0].aval, eqn.outvars[0].aval
-    if name == "reduce_sum":
-        return 0 if source.size == target.size else None
-    if name == "broadcast_in_dim":
-        return 0 if source.size == target.size and len(eqn.invars) == 1 else None
-    if name == "pad":
-        return 0 if _compat.is_literal(eqn.invars[1]) and not np.any(eqn.invars[1].val) else None
-    if name == "div":
-        return 0 if is_shared(eqn.invars[1]) and source.shape == target.shape else None
-    if name == "mul":
-        return next(
-            (i for i in (1, 0) if is_shared(eqn.invars[1 - i]) and eqn.invars[i].aval.shape == target.shape), None
-        )
+    same_size = atoms[0].aval.size == eqn.outvars[0].aval.size
+    shape = eqn.outvars[0].aval.shape
+    match name:
+        case _ if name in MOVES or name in KEEPS_SQUARE:
+            return 0 if len(atoms) == 1 else None
+        case "reduce_sum" | "broadcast_in_dim":
+            return 0 if same_size and len(atoms) == 1 else None
+        case "pad":
+            return 0 if scope.is_zero(atoms[1]) else None
+        case "dynamic_slice":
+            return 0 if all(map(scope.is_shared, atoms[1:])) else None
+        case "dynamic_update_slice":
+            return 1 if scope.is_zero(atoms[0]) and all(map(scope.is_shared, atoms[2:])) else None
+        case "select_n" if len(atoms) == 3 and scope.is_shared(atoms[0]):
+            return next((3 - i for i in (1, 2) if scope.is_zero(atoms[i])), None)
+        case "div":
+            return 0 if scope.is_shared(atoms[1]) and atoms[0].aval.shape == shape else None
+        case "mul":
+            return next((i for i in (1, 0) if scope.is_shared(atoms[1 - i]) and atoms[i].aval.shape == shape), None)
     return None

@@ -1,7 +1,7 @@
-"""The plain way: per-sample gradients by vmap, in chunks that fit a byte budget, under a scan.
+"""Per-sample gradients by vmap, and the loop over chunks of samples that keeps any method within a byte budget.
 
-Exact for every loss, and the reference for the sinks; slow on CPU, where XLA turns per-sample weight gradients into
-batched products and convolutions inside a loop.
+`vmap(grad)` is exact for every loss, and slow on CPU, where XLA turns per-sample weight gradients into batched products
+and grouped convolutions.
 """
 
 import jax
@@ -21,20 +21,22 @@ def square_sum(stacked):
     return jnp.sum(wide, axis=0), jnp.sum(wide * wide, axis=0)
 
 
-def chunked_moments(problem, chunk):
-    """Moments from `vmap(grad)` over `chunk` groups at a time.
+def vmap_moments(problem, mapped):
+    """Moments of the groups in `mapped` from their gradients stacked by vmap.
 
     Returns:
-        `((grad, squares), outputs)`: two pytrees like params, in the accumulators' dtype, and the stacked
-        `(value, aux)` of all groups.
+        `((G, S), outputs)`: two pytrees like params in the accumulators' dtype, and `(value, aux)` of every group,
+        stacked.
     """
     batched = jax.vmap(problem.gradient, in_axes=(None, 0, None), axis_name=problem.sample_axis)
+    grads, outputs = batched(problem.params, mapped, problem.shared)
+    leaves, tree = jax.tree.flatten(grads)
+    pairs = [square_sum(leaf) for leaf in leaves]
+    return tuple(tree.unflatten([pair[i] for pair in pairs]) for i in (0, 1)), outputs
 
-    def part(mapped):
-        grads, outputs = batched(problem.params, mapped, problem.shared)
-        pairs = jax.tree.map(square_sum, grads)
-        return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs), outputs
 
+def chunked(problem, part, chunk):
+    """Run `part(mapped) -> (sums, outputs)` on `chunk` groups at a time; adds the sums, joins the outputs."""
     whole, rest = divmod(problem.groups, chunk)
     if whole == 1 and not rest:
         return part(problem.mapped)
@@ -57,9 +59,13 @@ def chunked_moments(problem, chunk):
     return total, outputs
 
 
-def chunk_size(problem) -> int:
-    """How many groups' gradients fit into max_bytes; with a sample axis all of them, for they must see each other."""
+def chunk_for(problem, bytes_per_group) -> int:
+    """How many groups fit into max_bytes; with a sample axis all of them, for they must see each other."""
     if problem.sample_axis is not None:
         return problem.groups
-    per_group = sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(problem.params))
-    return max(1, min(problem.groups, problem.options.max_bytes // max(1, per_group)))
+    return max(1, min(problem.groups, problem.options.max_bytes // max(1, bytes_per_group)))
+
+
+def gradient_bytes(problem) -> int:
+    """Bytes of one group's gradient, in the accumulators' dtype."""
+    return sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(problem.params))

@@ -4,10 +4,12 @@ The walk starts at a gradient and goes back through operations that move, scale 
 makes it. What it does not recognise is cut where it stands: that value is stacked over samples by vmap.
 """
 
+import math
+
 import numpy as np
 
 from gcjax._moments import _compat
-from gcjax._moments._combine import ScannedLayers, ScannedSum, Tied
+from gcjax._moments._combine import Joined, Mixed, ScannedLayers, ScannedSum, Stacked, Tied
 from gcjax._moments._conv import Conv, is_kernel_gradient
 from gcjax._moments._dense import Dense
 from gcjax._moments._embedding import Embedding, is_row_scatter
@@ -15,6 +17,20 @@ from gcjax._moments._entrywise import Entrywise, Leaf, entrywise_operand
 
 ADDITIONS = ("add", "add_any")
 ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
+# A product with one operand shared by all samples counts as a sink when it is that much larger than the other operand.
+EXPANSION = 8
+# Primitives by the operands in which they are linear when the others are fixed.
+LINEAR = {
+    "dot_general": (0, 1),
+    "conv_general_dilated": (0, 1),
+    "reduce_sum": (0,),
+    "broadcast_in_dim": (0,),
+    "cumsum": (0,),
+    "gather": (0,),
+    "scatter-add": (2,),
+    "triangular_solve": (1,),
+    "reduce_window_sum": (0,),
+}
 
 
 class Scope:
@@ -30,7 +46,8 @@ class Scope:
         self.made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
         self.shared = set(shared) | set(jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            if not eqn.effects and eqn.primitive.name != "axis_index" and all(map(self.is_shared, eqn.invars)):
+            # An effect is that of a random or impure operation, or of naming the sample axis (axis_index).
+            if not eqn.effects and all(map(self.is_shared, eqn.invars)):
                 self.shared.update(eqn.outvars)
 
     def is_shared(self, atom) -> bool:
@@ -61,58 +78,116 @@ class Scope:
 
 
 def find(scope, var):
-    """The node of a gradient: a tree of sinks below operations on entries, or a `Leaf`."""
+    """The node of a gradient: a tree of sinks below linear operations, or a `Leaf`."""
     if _compat.is_literal(var) or var not in scope.made_by:
         return Leaf(var)
     eqn, index = scope.made_by[var]
     name = eqn.primitive.name
+    leaf = Leaf(var, name)
     if name in ADDITIONS:
-        return _addition(scope, eqn, var)
+        return _addition(scope, eqn, leaf)
     if name == "scan":
-        return _scan(scope, eqn, index, var)
-    if any(map(_compat.is_literal, eqn.invars)) and name in ("dot_general", "conv_general_dilated"):
-        return Leaf(var)
-    if name == "dot_general":
-        return Dense(eqn)
-    if name == "conv_general_dilated" and is_kernel_gradient(eqn):
-        return Conv(eqn)
-    if name == "scatter-add" and is_row_scatter(eqn, scope.is_zero):
-        return Embedding(eqn)
-    operand = entrywise_operand(eqn, scope.is_shared)
+        return _scan(scope, eqn, index, leaf)
+    if name == "concatenate":
+        parts = tuple(find(scope, atom) for atom in eqn.invars)
+        return leaf if all(isinstance(part, Leaf) for part in parts) else Joined(eqn, parts)
+    operand = entrywise_operand(eqn, scope)
     if operand is not None:
         child = find(scope, eqn.invars[operand])
-        if not isinstance(child, Leaf):
-            return Entrywise(eqn, operand, child)
-    return Leaf(var)
+        return leaf if isinstance(child, Leaf) else Entrywise(eqn, index, operand, child)
+    return _mixed(scope, eqn) or _sink(scope, eqn) or leaf
 
 
-def _addition(scope, eqn, var):
-    if any(_compat.is_literal(atom) or atom.aval.shape != var.aval.shape for atom in eqn.invars):
-        return Leaf(var)
-    return _tied([find(scope, atom) for atom in eqn.invars], var)
+def _sink(scope, eqn):
+    """The sink that the equation is, or None."""
+    name = eqn.primitive.name
+    if name == "scatter-add":
+        return Embedding(eqn) if is_row_scatter(eqn, scope.is_zero) else None
+    if name not in ("dot_general", "conv_general_dilated") or any(map(_compat.is_literal, eqn.invars)):
+        return None
+    varying = [atom.aval.size for atom in eqn.invars if not scope.is_shared(atom)]
+    if len(varying) == 1 and eqn.outvars[0].aval.size <= EXPANSION * varying[0]:
+        # Most likely an activation or a cotangent on its way through a layer, not a weight's gradient.
+        return None
+    if name == "dot_general":
+        return Dense(eqn)
+    return Conv(eqn) if name == "conv_general_dilated" and is_kernel_gradient(eqn) else None
 
 
-def _tied(children, var):
+def _mixed(scope, eqn):
+    """A node for an equation that is linear in a weight's gradient and otherwise equal for all samples, or None."""
+    if eqn.primitive.name not in LINEAR:
+        return None
+    varying = [i for i, atom in enumerate(eqn.invars) if not scope.is_shared(atom)]
+    if len(varying) != 1 or varying[0] not in LINEAR[eqn.primitive.name]:
+        return None
+    source = eqn.invars[varying[0]]
+    child = find(scope, source)
+    if isinstance(child, Leaf) or any(map(scope.is_shared, _sink_operands(child))):
+        return None
+    # A product of two activations (in attention) is no larger than they are: stacking it costs nothing new.
+    held = sum(key_size(key) for key in child.operands if not scope.is_shared(key))
+    return Mixed(eqn, varying[0], child) if _has_mixed(child) or source.aval.size >= held else None
+
+
+def _has_mixed(node) -> bool:
+    match node:
+        case Mixed():
+            return True
+        case Entrywise():
+            return _has_mixed(node.child)
+        case Tied() | Joined():
+            return any(map(_has_mixed, node.children))
+    return False
+
+
+def _sink_operands(node) -> tuple:
+    """Operands of the node's products; a shared one tells a cotangent passed on through a layer's weight."""
+    match node:
+        case Dense() | Conv():
+            return node.operands
+        case Entrywise() | Mixed():
+            return _sink_operands(node.child)
+        case Tied() | Joined():
+            return tuple(atom for child in node.children for atom in _sink_operands(child))
+    return ()
+
+
+def key_size(key) -> int:
+    """Number of entries per sample of an operand."""
+    if isinstance(key, Stacked):
+        return key.scan.params["length"] * key_size(key.key)
+    return math.prod(key.aval.shape)
+
+
+def _addition(scope, eqn, leaf):
+    shape = eqn.outvars[0].aval.shape
+    if any(_compat.is_literal(atom) or atom.aval.shape != shape for atom in eqn.invars):
+        return leaf
+    return _tied([find(scope, atom) for atom in eqn.invars], leaf)
+
+
+def _tied(children, leaf):
     if all(isinstance(child, Leaf) for child in children):
-        return Leaf(var)
+        return leaf
     flat = [part for child in children for part in (child.children if isinstance(child, Tied) else [child])]
     return Tied(tuple(flat)) if len(flat) > 1 else flat[0]
 
 
-def _scan(scope, eqn, index, var):
+def _scan(scope, eqn, index, leaf):
     body = scope.body(eqn)
     carries = eqn.params["num_carry"]
     if index >= carries:
         child = find(body, body.jaxpr.outvars[index])
-        return Leaf(var) if isinstance(child, Leaf) else ScannedLayers(eqn, child)
+        return leaf if isinstance(child, Leaf) else ScannedLayers(eqn, child)
     carry = body.jaxpr.invars[eqn.params["num_consts"] + index]
     if body.uses(carry) != 1 or not scope.is_zero(eqn.invars[eqn.params["num_consts"] + index]):
-        return Leaf(var)
+        return leaf
     terms = _added_to(body, carry, body.jaxpr.outvars[index])
     if not terms:
-        return Leaf(var)
-    child = _tied([find(body, term) for term in terms], None)
-    return ScannedSum(eqn, child) if _can_stack(child) else Leaf(var)
+        return leaf
+    child = _tied([find(body, term) for term in terms], leaf)
+    return ScannedSum(eqn, child) if _can_stack(child) else leaf
 
 
 def _can_stack(node) -> bool:
@@ -121,6 +196,8 @@ def _can_stack(node) -> bool:
         return all(map(_can_stack, node.children))
     if isinstance(node, Entrywise):
         return not node.shared and _can_stack(node.child)
+    if isinstance(node, Mixed | Joined):
+        return False
     if isinstance(node, ScannedLayers | ScannedSum):
         return _can_stack(node.child)
     return not isinstance(node, Leaf)

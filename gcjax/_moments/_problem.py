@@ -51,7 +51,17 @@ class Problem(NamedTuple):
         return self.options.sample_axis
 
 
-def make_options(loss_fn, has_aux, *, in_axes, sample_axis, microbatches, reduction, method, max_bytes) -> Options:
+def make_options(
+    loss_fn,
+    has_aux=False,
+    *,
+    in_axes=0,
+    sample_axis=None,
+    microbatches=None,
+    reduction="mean",
+    method="auto",
+    max_bytes=256 << 20,
+) -> Options:
     """Check everything that can be checked before the arguments are known."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {loss_fn!r}")
@@ -63,6 +73,8 @@ def make_options(loss_fn, has_aux, *, in_axes, sample_axis, microbatches, reduct
         raise ValueError(f"microbatches must be None or a positive int, got {microbatches!r}")
     if not isinstance(max_bytes, int) or max_bytes < 1:
         raise ValueError(f"max_bytes must be a positive int, got {max_bytes!r}")
+    if method == "scan" and sample_axis is not None:
+        raise ValueError("method='scan' takes one sample at a time and cannot bind sample_axis; use 'sinks' or 'vmap'")
     for axis in jax.tree.leaves(in_axes):
         if isinstance(axis, bool) or axis != 0:
             raise ValueError(f"in_axes may only hold 0 (split over samples) and None (shared by them), got {axis!r}")

@@ -52,14 +52,20 @@ def stacked_reader(table, size):
     return read
 
 
-def loop_moments(node, table, size):
-    """(G, S) by a loop over samples: one gradient alive at a time, whatever the node."""
+def loop_moments(summed, table, size):
+    """(G, S) by a loop over samples, one gradient alive at a time.
+
+    Args:
+        summed: `read -> gradient`, summed over the leading axis of what `read` gives.
+        table: operand -> (value, whether it is stacked over samples).
+        size: number of samples.
+    """
     batched = {key: value for key, (value, is_batched) in table.items() if is_batched}
     keys = list(batched)
 
     def gradient(values):
         here = dict(zip(keys, values, strict=True))
-        return node.summed(lambda key: (here[key] if key in here else table[key][0])[None])
+        return summed(lambda key: (here[key] if key in here else table[key][0])[None])
 
     def step(total, values):
         g = gradient(values)

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax._moments._combine import Joined, Mixed, Tied
+from gcjax._moments._entrywise import Entrywise, Leaf
 from gcjax._moments._naive import accumulator_dtype
 from gcjax._moments._plan import Scope, find
 from gcjax._moments._run import live, run
@@ -13,22 +14,44 @@ from gcjax._moments._trace import Traced, trace
 
 
 class Plan(NamedTuple):
-    """A traced backward pass and the node of every gradient leaf."""
+    """What to do for one problem.
+
+    Attributes:
+        traced: the backward pass of one group.
+        nodes: the node of every gradient leaf.
+        leaf_bytes: bytes per group of the gradients that are stacked as they are, for want of a sink.
+    """
 
     traced: Traced
     nodes: list
+    leaf_bytes: int
 
 
 def make_plan(problem) -> Plan:
+    """Trace the problem and find its sinks."""
     traced = trace(problem)
     jaxpr = traced.closed.jaxpr
     last = traced.n_params + traced.n_mapped
     scope = Scope(jaxpr, jaxpr.invars[: traced.n_params] + jaxpr.invars[last:])
-    return Plan(traced, [find(scope, var) for var in jaxpr.outvars[traced.n_outputs :]])
+    nodes = [find(scope, var) for var in jaxpr.outvars[traced.n_outputs :]]
+    cut = {key for node in nodes for key in stacked_leaves(node) if not scope.is_shared(key)}
+    return Plan(traced, nodes, sum(key.aval.size * key.aval.dtype.itemsize for key in cut))
+
+
+def stacked_leaves(node) -> list:
+    """The variables that vmap stacks as gradients of one sample, at the top level of the program."""
+    match node:
+        case Leaf():
+            return [node.key]
+        case Entrywise() | Mixed():
+            return stacked_leaves(node.child)
+        case Tied() | Joined():
+            return [key for child in node.children for key in stacked_leaves(child)]
+    return []
 
 
 def sink_moments(problem, plan: Plan, mapped) -> Any:
-    """Moments of the groups in `mapped`; returns as `_naive.chunked_moments` does."""
+    """Moments of the groups in `mapped`; returns what `_naive.vmap_moments` does."""
     traced = plan.traced
     jaxpr, count = traced.closed.jaxpr, traced.n_outputs
     outvars = jaxpr.outvars[:count]

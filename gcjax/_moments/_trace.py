@@ -41,9 +41,9 @@ def trace(problem) -> Traced:
 
     closed, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*leaves)
     outputs_tree = jax.tree.structure(shapes[0])
-    closed = jax.make_jaxpr(lambda *args: inline(closed, *args), axis_env=env)(*leaves)
+    flattened = jax.make_jaxpr(lambda *args: inline(closed, *args), axis_env=env)(*leaves)
     return Traced(
-        closed, outputs_tree, len(jax.tree.leaves(problem.params)), len(problem.mapped), outputs_tree.num_leaves
+        flattened, outputs_tree, len(jax.tree.leaves(problem.params)), len(problem.mapped), outputs_tree.num_leaves
     )
 
 

@@ -4,9 +4,10 @@
 Deep Learning", ICLR 2018 workshop, arXiv 1802.06058: the basic algorithm, its 4-bit quantisation, and the hybrid with
 Strom's method (Interspeech 2015).
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); one exponent byte per leaf
-(4 to a word); then one word per slot, sign (bit 31), exponent below the leaf's (bits 28 to 30), index (bits 0 to 27).
-The hybrid has no exponents and words of sign and 31-bit index; float values follow the indices as vectors of their own.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); one exponent byte per
+leaf (4 to a word); then one word per slot, sign (bit 31), exponent below the leaf's (bits 28 to 30), index (bits 0 to
+27). The hybrid has no exponents and words of sign and 31-bit index; float values follow the indices as vectors of their
+own.
 
 **Deviations.** (1) Entries too small for the 3-bit exponent stay in the residual by default; the paper, read literally,
 drops them (`underflow="drop"`). (2) What exceeds the largest capacity stays in the residual. (3) Sent entries are
@@ -16,6 +17,7 @@ reset at the start of the next update instead of the end of this one, which is t
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from gcjax._sparse import capacities_for, check_capacity, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor, Sent
 
-CODES = {
+CODES: dict[str, Callable[[], Code]] = {
     "power_of_two": power_of_two_code,
     "levels": level_code,
     "float16": functools.partial(float_code, 16),
@@ -66,13 +68,13 @@ class VarianceState:
         """r and v as they stand between two updates, v not yet decayed."""
         r, v, tau = self.accumulated, self.variance, self.threshold
         if self.kept == "nothing":
-            rest_r, rest_v = 0.0, 0.0
+            rest_r, rest_v = jnp.float32(0), jnp.float32(0)
         elif self.kept == "excess":
-            rest_r = r - sign_code(tau).round(r, None)
+            rest_r = r - jnp.copysign(tau, r)
             rest_v = jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)  # falls by as much as r**2
         else:
             scale = jnp.repeat(self.scale[self.bucket.segment_of_word()], LANES)[: self.bucket.size]
-            rest_r, rest_v = r - CODES[self.kept]().round(r, scale), 0.0
+            rest_r, rest_v = r - CODES[self.kept]().round(r, scale), jnp.float32(0)
         mask = unpack_mask(self.reset, self.bucket.size)
         return jnp.where(mask, rest_r, r), jnp.where(mask, rest_v, v)
 
@@ -207,8 +209,8 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
         _checks.number("threshold", threshold, 0.0)
         if feedback or underflow != "keep" or values != "power_of_two":
             raise ValueError(
-                f"threshold={threshold!r} sends only signs and keeps all the rest: leave feedback, underflow and values "
-                f"at their defaults (got feedback={feedback!r}, underflow={underflow!r}, values={values!r})"
+                f"threshold={threshold!r} sends only signs and keeps all the rest: leave feedback, underflow and "
+                f"values at their defaults (got feedback={feedback!r}, underflow={underflow!r}, values={values!r})"
             )
     if feedback and underflow == "drop":
         raise ValueError("feedback=True keeps everything that is not sent; underflow='drop' contradicts it")

@@ -1,0 +1,38 @@
+"""The README does what it says."""
+
+import pathlib
+import re
+
+import gcjax
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_the_code_blocks_of_the_readme_run_in_order(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    names = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert float(capsys.readouterr().out) > 0
+    assert names["sent"].wire_bytes > 0
+
+
+def test_the_table_of_methods_the_exports_and_the_tests_agree():
+    from methods_table import METHODS
+
+    exported = {name for name in gcjax.__all__ if name.endswith("_compress")}
+    in_readme = set(re.findall(r"^\| `(\w+_compress)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert exported == in_readme == {row.public for row in METHODS}
+
+
+def test_doctests_of_the_methods_run():
+    import doctest
+
+    import gcjax.methods.dense
+    import gcjax.methods.variance
+
+    for module in (gcjax.methods.dense, gcjax.methods.variance):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0

@@ -1,0 +1,270 @@
+"""The training step: against loops written out, and what its compiled program moves."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import mesh_of
+from wire import collectives
+
+import gcjax
+
+
+class Net(nn.Module):
+    """A small network with dropout and, if asked, BatchNorm."""
+
+    batch_norm: bool = False
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(64)(x)
+        if self.batch_norm:
+            x = nn.BatchNorm(use_running_average=not train, axis_name="sample" if train else None)(x)
+        x = nn.relu(x)
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
+        return nn.Dense(10)(x)
+
+
+def batch_of(size, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(size, 16)).astype(np.float32), rng.integers(0, 10, size)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+PARAMS = Net().init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
+
+
+def loss_fn(params, batch):
+    return cross_entropy(Net().apply({"params": params}, batch[0]), batch[1])
+
+
+def test_a_dense_step_equals_plain_training_on_the_whole_batch():
+    step = gcjax.make_train_step(
+        loss_fn, optax.chain(gcjax.dense_compress(axis_name="data"), optax.adam(1e-2)), mesh_of(8), moments=None
+    )
+    state = step.init(PARAMS)
+    plain, opt = PARAMS, optax.adam(1e-2)
+    opt_state = opt.init(plain)
+    for i in range(3):
+        batch = batch_of(32, i)
+        state, metrics = step(state, batch)
+        loss, grad = jax.value_and_grad(loss_fn)(plain, batch)
+        updates, opt_state = opt.update(grad, opt_state)
+        plain = optax.apply_updates(plain, updates)
+        assert float(metrics.loss.mean()) == pytest.approx(float(loss), rel=1e-5)
+    # Adam divides by tiny numbers where the gradient is 0: compare what matters, to float32's accuracy.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, plain)
+
+
+def test_the_step_passes_each_workers_own_moments_to_the_compressor():
+    workers, alpha = 4, 1.3  # at 1.0 entries that one sample alone moves stand right at the edge
+    tx = gcjax.variance_compress(alpha=alpha, axis_name="data", values="float32", capacity=2048)
+    step = gcjax.make_train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), mesh_of(workers))
+    state = step.init(PARAMS)
+    batch = batch_of(32)
+    state, _ = step(state, batch)
+    expected = []
+    for w in range(workers):
+        own = jax.tree.map(lambda x, w=w: x[w * 8 : (w + 1) * 8], batch)
+        grads = jax.vmap(lambda x, y: jax.grad(loss_fn)(PARAMS, (x[None], y[None])))(*own)
+        mean = jax.tree.map(lambda g: g.mean(0), grads)
+        squares = jax.tree.map(lambda g: ((g / 8) ** 2).sum(0), grads)
+        expected.append(jax.tree.map(lambda g, s: jnp.where(g * g > alpha * s, g, 0), mean, squares))
+    mean = jax.tree.map(lambda *g: sum(g) / workers, *expected)
+    for got, before, want in zip(*map(jax.tree.leaves, (state.params, PARAMS, mean)), strict=True):
+        differs = ~np.isclose(got - before, -0.1 * want, atol=1e-6)
+        assert differs.mean() < 0.005  # an entry at the edge of the criterion may fall either way by rounding
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_meshes_with_explicit_and_automatic_axes_both_work(explicit):
+    mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh_of(8)
+    step = gcjax.make_train_step(
+        loss_fn, optax.chain(gcjax.variance_compress(axis_name="data"), optax.adam(1e-2)), mesh
+    )
+    state = step.init(PARAMS)
+    for i in range(2):
+        state, metrics = step(state, batch_of(16, i))
+    assert metrics.loss.shape == (8,)
+    assert int(state.step) == 2
+
+
+def test_training_converges_and_the_argument_params_stay_valid():
+    step = gcjax.make_train_step(
+        loss_fn, optax.chain(gcjax.variance_compress(axis_name="data"), optax.adam(1e-2)), mesh_of(8)
+    )
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state, batch = step.init(params), batch_of(64)
+    losses = []
+    for _ in range(60):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss.mean()))
+    assert losses[-1] < 0.3 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)  # not donated
+
+
+def test_the_compiled_step_has_no_gradient_sized_all_reduce_and_moves_what_info_says():
+    tx = gcjax.variance_compress(axis_name="data", capacity=256)
+    step = gcjax.make_train_step(loss_fn, optax.chain(tx, optax.adam(1e-2)), mesh_of(8))
+    state = step.init(PARAMS)
+    text = step.lower(state, batch_of(64)).compile().as_text()
+    found = collectives(text, 8)
+    parameters = sum(x.size for x in jax.tree.leaves(PARAMS))
+    assert all(c.elements < parameters / 2 for c in found if c.kind == "all-reduce")
+    assert all(c.dtype != "f32" for c in found)
+    state, _ = step(state, batch_of(64))
+    assert gcjax.info(state.opt_state).wire_bytes == sum(c.ring_bytes for c in found)
+
+
+def test_the_step_compiles_once():
+    step = gcjax.make_train_step(
+        loss_fn, optax.chain(gcjax.variance_compress(axis_name="data"), optax.adam(1e-2)), mesh_of(4)
+    )
+    state = step.init(PARAMS)
+    for i in range(3):
+        state, _ = step(state, batch_of(16, i))
+    assert step._jitted._cache_size() == 1
+
+
+def test_accumulation_gives_the_same_update_as_the_whole_batch():
+    updates = []
+    for parts in (1, 4):
+        tx = optax.chain(gcjax.variance_compress(axis_name="data", values="float32", capacity=2048), optax.sgd(1.0))
+        step = gcjax.make_train_step(loss_fn, tx, mesh_of(2), accumulate=parts)
+        state, metrics = step(step.init(PARAMS), batch_of(32))
+        updates.append((state.params, metrics.loss))
+    (whole, whole_loss), (parts, parts_loss) = updates
+    np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        assert (~np.isclose(a, b, atol=1e-6)).mean() < 0.005
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batch_statistics_and_dropout_keys_differ_between_workers_and_steps(accumulate):
+    model = Net(batch_norm=True, dropout=0.5)
+    variables = Net(dropout=0.5, batch_norm=True).init(jax.random.key(0), jnp.zeros((2, 16)), train=False)
+
+    def loss(params, batch, *, model_state, key):
+        logits, changed = model.apply(
+            {"params": params, "batch_stats": model_state}, batch[0], mutable=["batch_stats"], rngs={"dropout": key}
+        )
+        return cross_entropy(logits, batch[1]), changed["batch_stats"]
+
+    step = gcjax.make_train_step(
+        loss,
+        optax.chain(gcjax.variance_compress(axis_name="data"), optax.adam(1e-2)),
+        mesh_of(4),
+        moments=functools.partial(gcjax.value_and_moments, sample_axis="sample"),
+        accumulate=accumulate,
+    )
+    state = step.init(variables["params"], model_state=variables["batch_stats"], key=jax.random.key(1))
+    batch = batch_of(32)
+    state, first = step(state, batch)
+    mean = np.asarray(jax.tree.leaves(state.model_state.value)[0])
+    assert mean.shape[0] == 4
+    assert len(np.unique(mean[:, 0])) == 4  # each worker's own statistics
+    own = batch[0].reshape(4, accumulate, -1, 16)
+    hidden = own @ np.asarray(variables["params"]["Dense_0"]["kernel"])
+    running = np.zeros((4, 64))
+    for part in range(accumulate):
+        running = 0.99 * running + 0.01 * hidden[:, part].mean(axis=1)
+    np.testing.assert_allclose(mean, running, atol=1e-5)
+    _, second = step(state, batch)
+    assert not np.array_equal(first.loss, second.loss)
+
+
+CHAINS = {
+    "clipping before, decay and schedule after": lambda compress: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        compress,
+        optax.add_decayed_weights(1e-4),
+        optax.sgd(optax.cosine_decay_schedule(0.1, 100), momentum=0.9, nesterov=True),
+    ),
+    "adamw": lambda compress: optax.chain(compress, optax.adamw(1e-3)),
+    "local momentum before": lambda compress: optax.chain(
+        gcjax.per_worker(optax.trace(0.9), "data"), compress, optax.sgd(0.1)
+    ),
+    "apply_if_finite": lambda compress: optax.chain(compress, optax.apply_if_finite(optax.adam(1e-3), 5)),
+    "partition": lambda compress: optax.partition(
+        {"big": optax.chain(compress, optax.adam(1e-3)), "small": gcjax.dense_compress(axis_name="data")},
+        lambda params: jax.tree.map(lambda x: "big" if x.ndim > 1 else "small", params),
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_common_optax_chains_work_around_the_compressor(chain):
+    tx = CHAINS[chain](gcjax.variance_compress(axis_name="data", capacity=256))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))
+    state, batch = step.init(PARAMS), batch_of(32)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+    assert np.isfinite(metrics.loss).all()
+    assert gcjax.info(state.opt_state).sent.sum() > 0
+    for leaf in jax.tree.leaves(state.params):
+        shards = [np.asarray(s.data) for s in leaf.addressable_shards]
+        assert all(np.array_equal(shards[0], s) for s in shards)
+
+
+def test_apply_if_finite_sees_a_bad_step_and_training_goes_on():
+    tx = optax.chain(gcjax.variance_compress(axis_name="data"), optax.apply_if_finite(optax.adam(1e-2), 5))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))
+    state = step.init(PARAMS)
+    good = batch_of(32)
+    bad = (good[0].copy(), good[1])
+    bad[0][9, 3] = np.nan
+    state, _ = step(state, good)
+    before = jax.tree.map(np.asarray, state.params)
+    state, _ = step(state, bad)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert gcjax.info(state.opt_state).skipped == 1
+    state, metrics = step(state, good)
+    assert np.isfinite(metrics.loss).all()
+    assert any(
+        not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True)
+    )
+
+
+def test_the_plain_loop_of_optaxs_readme_runs_unchanged():
+    optimizer = optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))
+    params = {"w": jnp.ones((3,))}
+    opt_state = optimizer.init(params)
+    xs, ys = jnp.arange(3.0), jnp.float32(2.0)
+
+    def compute_loss(params, x, y):
+        return optax.l2_loss(params["w"].dot(x), y)
+
+    @jax.jit
+    def step(params, opt_state):
+        grads = jax.grad(compute_loss)(params, xs, ys)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(50):
+        params, opt_state = step(params, opt_state)
+    assert float(compute_loss(params, xs, ys)) < float(compute_loss({"w": jnp.ones(3)}, xs, ys))
+
+
+def test_local_gradients_are_local_and_plain_ones_are_not():
+    from jax.sharding import PartitionSpec as P
+
+    def loss(w, x):
+        return jnp.sum(w * x)
+
+    def both(w, x):
+        own = gcjax.local_gradients(jax.grad(loss), "data")(w, x[0])
+        return own[None], jax.grad(loss)(w, x[0])
+
+    x = np.arange(8, dtype=np.float32)[:, None]
+    run = jax.shard_map(both, mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=(P("data"), P()))
+    own, summed = jax.jit(run)(jnp.ones(1), x)
+    np.testing.assert_array_equal(own, x)
+    assert float(summed[0]) == 28.0
