@@ -50,10 +50,10 @@ def provenance(packages=("jax", "jaxlib", "optax", "numpy")) -> dict:
     }
 
 
-def run_child(python: str, job: dict, malloc: str) -> dict:
+def run_child(python: str, job: dict, malloc: str, variables=()) -> dict:
     """Run this same script as `python script --child JOB` in a process of its own; its last line of output is JSON."""
     every = {name for setting in MALLOC.values() for name in setting}
-    environment = {k: v for k, v in os.environ.items() if k not in every} | MALLOC[malloc]
+    environment = {k: v for k, v in os.environ.items() if k not in every} | MALLOC[malloc] | dict(variables)
     command = [python, sys.argv[0], "--child", json.dumps(job)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -41,9 +41,14 @@ class Runner:
             mesh = mesh_of(workers)
             self.start = gcjax.place(state, mesh)
             specs = (gcjax.state_specs(state), P("data"), P("data"))
-            self._step = jax.jit(
-                jax.shard_map(self._one_of_stack, mesh=mesh, in_specs=specs, out_specs=(P("data"), specs[0]))
+            sharded = jax.shard_map(
+                self._one_of_stack,
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=(P("data"), specs[0]),
+                check_vma=mode != "unchecked shard_map",
             )
+            self._step = jax.jit(sharded)
         self.state = self.start
         self._compiled = []
 

@@ -69,8 +69,9 @@ def test_updates_and_counts_equal_the_numpy_oracle_in_shard_map(row, workers):
 
 
 @WITH_ORACLE
-def test_updates_and_counts_equal_the_numpy_oracle_in_pmap(row):
-    check_against_oracle(row, 3, "pmap")
+@pytest.mark.parametrize("mode", ["pmap", "unchecked shard_map"])
+def test_updates_and_counts_equal_the_numpy_oracle_without_types_of_variation(row, mode):
+    check_against_oracle(row, 3, mode)
 
 
 @EVERY_METHOD
