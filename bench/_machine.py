@@ -70,6 +70,8 @@ def _cpu_model() -> str:
 
 def _commit() -> str:
     """The checked-out commit, read from the files (a dirty tree shows in `source` only)."""
+    if _package() != ROOT / "gcjax":
+        return "unknown"  # another copy of the package is being measured
     git = ROOT / ".git"
     try:
         head = (git / "HEAD").read_text().strip()
@@ -84,9 +86,13 @@ def _commit() -> str:
         return "unknown"
 
 
+def _package() -> Path:
+    return Path(importlib.util.find_spec("gcjax").origin).resolve().parent
+
+
 def _source_digest() -> str:
     """Short SHA-256 over the sources of the package that is imported: tells runs apart whatever the commit says."""
-    package = Path(importlib.util.find_spec("gcjax").origin).parent
+    package = _package()
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())

@@ -1,7 +1,8 @@
 """From a mask to the indices of its set entries in a fixed number of slots.
 
 No cumsum, sort or top_k of gradient length: the mask is packed into words of 32 entries, the words are counted, each
-non-empty word writes its number where its first entry will go, and a running maximum tells every slot its word.
+non-empty word writes its number where its first entry will go, and the largest number of the 32 slots up to its own
+tells every slot its word.
 """
 
 from typing import NamedTuple
@@ -57,7 +58,21 @@ def indices(q: Queue, capacity: int):
     number = jnp.where(number < 0, number + size, number)
     takes_slot = (q.start < q.end) & (q.end <= capacity)
     slots = jnp.zeros(capacity, jnp.int32).at[jnp.where(takes_slot, q.start, capacity)].set(number, mode="drop")
-    word = lax.cummax(slots) + q.first
-    word = jnp.where(word >= size, word - size, word)
+    word = (_running_max(slots) + q.first) % size
     rank = jnp.arange(capacity, dtype=jnp.int32) - q.start[word]
-    return word * LANES + nth_set_bit(q.words[word], rank)
+    index = word * LANES + nth_set_bit(q.words[word], rank)
+    # Changes nothing, but XLA computes a remainder by a number it does not know once, and the index in each use else.
+    return index % jnp.maximum(q.total, size * LANES)
+
+
+def _running_max(slots):
+    """The largest of the 32 values up to each slot, int32[k], none negative: enough, as no word has more entries.
+
+    Rounds that double the reach, in a loop so that XLA does not repeat them in each use; cummax is ten times slower.
+    """
+
+    def double(k, x):
+        behind = lax.dynamic_slice(jnp.pad(x, (LANES // 2, 0)), (LANES // 2 - (1 << k),), x.shape)
+        return jnp.maximum(x, behind)
+
+    return lax.fori_loop(0, LANES.bit_length() - 1, double, slots)

@@ -235,3 +235,18 @@ def test_several_mesh_axes_count_as_one_and_an_inner_axis_is_averaged_first():
     two = Runner(gcjax.variance_compress(axis_name="data"), params, 2).step(joint, joint_squares)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), inner, two)
     assert len(gcjax.info(state).sent) == 2
+
+
+def test_an_update_needs_few_temporaries_when_the_state_is_donated():
+    size = 1 << 20
+    tx = gcjax.variance_compress()
+    g = jax.ShapeDtypeStruct((size,), jnp.float32)
+    state = jax.eval_shape(tx.init, g)
+
+    def update(g, s, state):
+        updates, state = tx.update(g, state, sum_grad_squared=s)
+        return updates, s, state
+
+    memory = jax.jit(update, donate_argnums=(0, 1, 2)).lower(g, g, state).compile().memory_analysis()
+    assert memory.alias_size_in_bytes > 4 * 4 * size  # updates, squares, r and v: all in place
+    assert memory.temp_size_in_bytes < 0.35 * 4 * size
