@@ -1,7 +1,7 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
 from gcjax._info import Info, info
-from gcjax._moments import Moments, check_moments, value_and_moments
+from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._train import (
     Metrics,
     TrainState,
@@ -31,6 +31,7 @@ __all__ = [
     "check_moments",
     "compress",
     "dense_compress",
+    "explain_moments",
     "info",
     "local_gradients",
     "make_train_step",

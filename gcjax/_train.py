@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax import _checks
-from gcjax._compat import as_varying, constrain
+from gcjax._compat import constrain, tracks_variation, vary
 from gcjax._exchange import AxisNames, axis_tuple, worker_index
 from gcjax._layout import path_name
 from gcjax._moments import value_and_moments
@@ -41,7 +41,7 @@ def local_gradients(grad_fn, axis_name: AxisNames):
 
 
 def _local(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    return jax.tree.map(lambda x: as_varying(x, axes), tree)
+    return vary(tree, axes) if tracks_variation(axes) else tree
 
 
 def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.GradientTransformationExtraArgs:

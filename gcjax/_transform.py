@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from gcjax._bits import pack_mask
-from gcjax._compat import as_varying, varying_axes
-from gcjax._exchange import axis_size, axis_tuple, comm_over, dense_mean, worker_index
+from gcjax._compat import tracks_variation, vary, varying_axes
+from gcjax._exchange import axis_size, axis_tuple, comm_over, dense_mean
 from gcjax._layout import flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, Compressor, PerWorker, Sent
 
@@ -94,7 +94,7 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
         skipped = state.report.value.skipped[0] + ~ok
         report = Report(sent, jnp.float32(layout.entries), jnp.int32(comm.size), skipped)
         # Typed as varying throughout, also what is equal everywhere: a scan wants its carry's types to stay the same.
-        held = jax.tree.map(lambda x: as_varying(x, axes), _hold((states, report)))
+        held = vary(_hold((states, report)), axes if tracks_variation(axes) else ())
         return unflatten(layout, list(means)), CompressState(PerWorker(held[0], axes), PerWorker(held[1], axes))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -161,7 +161,7 @@ def _check_not_negative(sum_grad_squared) -> None:
 
 def _reject_reduced(updates, axes: tuple[str, ...]) -> None:
     """Raise when JAX's types tell that a gradient is equal on all workers; without such types nothing can be told."""
-    if not axes or not varying_axes(worker_index(axes)):
+    if not tracks_variation(axes):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
         reduced = [axis for axis in axes if axis not in varying_axes(leaf)]

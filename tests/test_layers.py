@@ -19,6 +19,7 @@ LAYERS = [
     {"_info", "methods"},
     {"_train"},
     {"__init__"},
+    {"flax"},  # helpers for Flax models, imported by users only
 ]
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "psum_scatter", "axis_index"}
 

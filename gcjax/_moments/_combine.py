@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._reduce import loop_moments, reduced
 
 

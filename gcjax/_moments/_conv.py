@@ -6,7 +6,6 @@ Gathering the taps and contracting over positions in one matrix product (im2col)
 inside a loop; its own convolution there is about ten times slower.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,6 @@ import numpy as np
 from gcjax._moments._dense import product
 from gcjax._moments._naive import accumulator_dtype
 from gcjax._moments._reduce import loop_moments, reduced, stacked_reader
-
-# Above this many taps a slice for each would be slow to compile.
-MAX_SLICES = 49
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,22 +95,18 @@ class Conv:
         positions = [self.eqn.invars[1].aval.shape[d] for d in rhs_spec[2:]]
         padding = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
         lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0)] * 3 + padding)
-        windows = list(zip(positions, params["window_strides"], params["rhs_dilation"], strict=True))
-        if math.prod(taps) <= MAX_SLICES:
-            starts = itertools.product(*map(range, taps))
-            return jnp.stack([_window(lhs, dict(enumerate(tap, 3)), windows) for tap in starts], axis=1)
-        # One space axis after the other: more copying, and far fewer slices to compile.
-        for i, count in enumerate(taps):
-            lhs = jnp.stack([_window(lhs, {3 + 2 * i: t}, windows[i : i + 1]) for t in range(count)], axis=1 + i)
+        windows = list(zip(taps, positions, params["window_strides"], params["rhs_dilation"], strict=True))
+        # One space axis after the other, the last one first: as fast as a slice for every tap, and quicker to compile.
+        axis = lhs.ndim - 1
+        for count, *window in reversed(windows):
+            lhs = jnp.stack([_window(lhs, axis, tap, *window) for tap in range(count)], axis=1)
         return lhs.reshape(lhs.shape[0], -1, *lhs.shape[1 + len(taps) :])
 
 
-def _window(lhs, taps, windows):
-    """Slice the axes in `taps` (axis -> tap) to the inputs that this tap meets."""
-    for (axis, tap), (positions, stride, step) in zip(taps.items(), windows, strict=True):
-        first = tap * stride
-        lhs = jax.lax.slice_in_dim(lhs, first, first + (positions - 1) * step + 1, step, axis)
-    return lhs
+def _window(lhs, axis, tap, positions, stride, step):
+    """The inputs that a tap meets along one space axis."""
+    first = tap * stride
+    return jax.lax.slice_in_dim(lhs, first, first + (positions - 1) * step + 1, step, axis)
 
 
 def _split(array, axis, groups):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._naive import accumulator_dtype
 from gcjax._moments._reduce import reduced, stacked_reader
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._naive import accumulator_dtype, square_sum
 from gcjax._moments._reduce import reduced, stacked_reader
 
@@ -23,7 +23,7 @@ class Leaf:
 
     Attributes:
         key: the variable.
-        made_by: name of the primitive at which the walk stopped, "input" if there is none.
+        made_by: name of the primitive at which the walk stopped, below moves and scales; "input" if there is none.
     """
 
     key: Any

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat, _naive, _sinks
+from gcjax import _compat
+from gcjax._moments import _naive, _sinks
 from gcjax._moments._problem import make_options, make_problem
 
 

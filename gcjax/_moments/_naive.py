@@ -7,7 +7,7 @@ and grouped convolutions.
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax import _compat
 
 
 def accumulator_dtype(dtype):

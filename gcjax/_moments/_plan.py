@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._combine import Joined, Mixed, ScannedLayers, ScannedSum, Stacked, Tied
 from gcjax._moments._conv import Conv, is_kernel_gradient
 from gcjax._moments._dense import Dense
@@ -94,7 +94,7 @@ def find(scope, var):
     operand = entrywise_operand(eqn, scope)
     if operand is not None:
         child = find(scope, eqn.invars[operand])
-        return leaf if isinstance(child, Leaf) else Entrywise(eqn, index, operand, child)
+        return Leaf(var, child.made_by) if isinstance(child, Leaf) else Entrywise(eqn, index, operand, child)
     return _mixed(scope, eqn) or _sink(scope, eqn) or leaf
 
 
@@ -179,7 +179,7 @@ def _scan(scope, eqn, index, leaf):
     carries = eqn.params["num_carry"]
     if index >= carries:
         child = find(body, body.jaxpr.outvars[index])
-        return leaf if isinstance(child, Leaf) else ScannedLayers(eqn, child)
+        return Leaf(leaf.key, child.made_by) if isinstance(child, Leaf) else ScannedLayers(eqn, child)
     carry = body.jaxpr.invars[eqn.params["num_consts"] + index]
     if body.uses(carry) != 1 or not scope.is_zero(eqn.invars[eqn.params["num_consts"] + index]):
         return leaf

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments import _compat
+from gcjax import _compat
 
 METHODS = ("auto", "sinks", "vmap", "scan")
 REDUCTIONS = ("mean", "sum")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._naive import accumulator_dtype
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gcjax._moments import _compat
+from gcjax import _compat
 from gcjax._moments._combine import Paired, Stacked
 
 

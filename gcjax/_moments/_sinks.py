@@ -65,7 +65,8 @@ def sink_moments(problem, plan: Plan, mapped) -> Any:
 
     size = mapped[0].shape[0]
     over_samples = jax.vmap(one, in_axes=(None, 0, None, 0), out_axes=(0, None), axis_name=problem.sample_axis)
-    leaves, tree = jax.tree.flatten(problem.params)
+    leaves = jax.tree.leaves(problem.params)
+    tree: Any = jax.tree.structure(problem.params)
     token = jnp.zeros(size)
     outputs, pairs = over_samples(leaves, mapped, problem.shared, token)
     sums = tuple(tree.unflatten([pair[i].astype(accumulator_dtype(pair[i].dtype)) for pair in pairs]) for i in (0, 1))

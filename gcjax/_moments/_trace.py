@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gcjax._moments import _compat
+from gcjax import _compat
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 CHECKPOINTS = ("remat", "remat2", "checkpoint")
@@ -40,7 +40,7 @@ def trace(problem) -> Traced:
         return outputs, jax.tree.leaves(grad)
 
     closed, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*leaves)
-    outputs_tree = jax.tree.structure(shapes[0])
+    outputs_tree: Any = jax.tree.structure(shapes[0])
     flattened = jax.make_jaxpr(lambda *args: inline(closed, *args), axis_env=env)(*leaves)
     return Traced(
         flattened, outputs_tree, len(jax.tree.leaves(problem.params)), len(problem.mapped), outputs_tree.num_leaves

@@ -1,0 +1,192 @@
+"""Cost of `value_and_moments` beside plain `jax.value_and_grad`: time, temporary memory, compile time.
+
+    python bench/moments.py [--models MLP CNN] [--rounds 15] [--torch-python PYTHON] [--out bench/results]
+
+Timings of one model are taken in turn (plain, moments, plain, moments, ...); a ratio is the median of the ratios of
+neighbours, so that other work on the machine hits both alike. BackPACK and torch.func run in a process of their own,
+with --torch-python if torch is installed elsewhere; without torch they are skipped with a message.
+"""
+
+import argparse
+import functools
+import inspect
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+from moments_models import MODELS
+
+import gcjax
+
+TARGETS = {
+    "MLP, batch 16": 1.50,
+    "MLP, batch 64": 1.50,
+    "MLP, batch 256": 1.50,
+    "CNN": 1.10,
+    "ResNet-20 GroupNorm": 1.10,
+    "ResNet-20 BatchNorm": 1.20,
+    "VGG16": 1.10,
+    "transformer": 1.10,
+    "transformer, tied": 1.10,
+    "scanned blocks": 1.05,
+    "RNN": 1.05,
+}
+WITH_PLAIN_METHODS = ("MLP, batch 64", "CNN")
+HERE = pathlib.Path(__file__).parent
+
+
+def compiled(fn, *args):
+    """Compile; returns the executable, seconds of tracing and compiling, and MiB of temporaries."""
+    start = time.perf_counter()
+    executable = jax.jit(fn).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    jax.block_until_ready(executable(*args))
+    return executable, seconds, executable.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def seconds_in_turn(executables, args, rounds):
+    """Array `[rounds, executables]` of seconds."""
+    times = np.zeros((rounds, len(executables)))
+    for i in range(rounds):
+        for j, executable in enumerate(executables):
+            start = time.perf_counter()
+            jax.block_until_ready(executable(*args))
+            times[i, j] = time.perf_counter() - start
+    return times
+
+
+def measure(name, rounds):
+    """One row of results for a model."""
+    loss, params, batch, sample_axis = MODELS[name]()
+    plain_loss = loss
+    if "axis" in inspect.signature(loss).parameters:
+        plain_loss = functools.partial(loss, axis=None)
+    moments = functools.partial(gcjax.value_and_moments, loss, sample_axis=sample_axis)
+    functions = {"plain": jax.value_and_grad(plain_loss), "moments": moments()}
+    if name in WITH_PLAIN_METHODS:
+        functions["vmap"] = moments(method="vmap", max_bytes=4 << 30)
+        functions["scan"] = moments(method="scan")
+    built = {label: compiled(fn, params, batch) for label, fn in functions.items()}
+    times = seconds_in_turn([entry[0] for entry in built.values()], (params, batch), rounds)
+    row = {"model": name, "target": TARGETS[name], "parameters": sum(p.size for p in jax.tree.leaves(params))}
+    for i, (label, (_, seconds, memory)) in enumerate(built.items()):
+        row[label] = {
+            "milliseconds": 1e3 * float(np.median(times[:, i])),
+            "ratio": float(np.median(times[:, i] / times[:, 0])),
+            "ratio_of_fastest": float(times[:, i].min() / times[:, 0].min()),
+            "ratio_quartiles": [float(q) for q in np.quantile(times[:, i] / times[:, 0], [0.25, 0.75])],
+            "temporary_mib": memory,
+            "compile_seconds": seconds,
+        }
+    return row
+
+
+def torch_peers(python, rounds):
+    """BackPACK and torch.func on the same models, or a message."""
+    command = [python, str(HERE / "moments_torch.py"), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"skipped": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "torch process failed"}
+    return json.loads(done.stdout)
+
+
+def describe_machine():
+    model = platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "backend": jax.default_backend(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "commit": "unknown" if commit.returncode else commit.stdout.strip(),
+        "command": " ".join(
+            ["python", "bench/moments.py", *("PYTHON" if os.path.isabs(a) else a for a in sys.argv[1:])]
+        ),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def model_line(row):
+    plain, ours = row["plain"], row["moments"]
+    low, high = ours["ratio_quartiles"]
+    cells = [
+        row["model"],
+        f"{plain['milliseconds']:.1f}",
+        f"{ours['milliseconds']:.1f}",
+        f"{ours['ratio']:.2f}",
+        f"{low:.2f}-{high:.2f}",
+        f"{ours['ratio_of_fastest']:.2f}",
+        f"{row['target']:.2f}",
+        f"{plain['temporary_mib']:.1f}, {ours['temporary_mib']:.1f}",
+        f"{ours['temporary_mib'] / plain['temporary_mib']:.2f}",
+        f"{plain['compile_seconds']:.1f}, {ours['compile_seconds']:.1f}",
+        f"{ours['compile_seconds'] / plain['compile_seconds']:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(result):
+    """The results as a Markdown table."""
+    machine = result["machine"]
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores, jax {machine['jax']}. "
+        f"Load average before the first model: {machine['load_average']:.1f}.",
+        "",
+        "| model | plain ms | moments ms | ratio | quartiles | of fastest | target "
+        "| temporaries MiB | ratio | compile s | ratio |",
+        "|" + "---|" * 11,
+    ]
+    lines += [model_line(row) for row in result["models"]]
+    lines += ["", "| other ways | ms | ratio to its own plain gradient | temporaries MiB |", "|---|---|---|---|"]
+    for row in result["models"]:
+        for label in ("vmap", "scan"):
+            if label in row:
+                entry = row[label]
+                cells = f"{entry['milliseconds']:.1f} | {entry['ratio']:.1f} | {entry['temporary_mib']:.1f}"
+                lines.append(f"| {row['model']}, method={label!r} | {cells} |")
+    for row in result["torch"].get("models", []):
+        for label in ("plain", "backpack", "torch.func"):
+            cells = f"{row[label]['milliseconds']:.1f} | {row[label]['ratio']:.1f} | |"
+            lines.append(f"| {row['model']}, torch, {label} | {cells}")
+    if "skipped" in result["torch"]:
+        lines.append(f"| torch skipped: {result['torch']['skipped']} | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="names, or parts of names")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--torch-python", default=sys.executable)
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    options = parser.parse_args()
+    machine = describe_machine()
+    rows = []
+    for name in MODELS:
+        if any(part in name for part in options.models):
+            rows.append(measure(name, options.rounds))
+            print(f"{name}: {rows[-1]['moments']['ratio']:.2f}", flush=True)
+    result = {"machine": machine, "models": rows, "torch": torch_peers(options.torch_python, options.rounds)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "moments.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "moments.md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
