@@ -2,15 +2,8 @@
 
 from gcjax._info import Info, info
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
-from gcjax._train import (
-    Metrics,
-    TrainState,
-    local_gradients,
-    make_train_step,
-    per_worker,
-    place,
-    state_specs,
-)
+from gcjax._place import local_gradients, per_worker, place, state_specs
+from gcjax._train import Metrics, TrainState, make_train_step
 from gcjax._transform import CompressState, compress
 from gcjax._types import Comm, Compressor, PerWorker, Sent
 from gcjax.methods.dense import dense_compress

@@ -16,7 +16,7 @@ class Info(NamedTuple):
 
     selected, sent, underflow, overflow: entries that passed the method's test, were put on the wire, were too small for
       the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
-    capacity: slots in each worker's payload.
+    capacity: slots in each worker's payload (of all its buckets).
     wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one.
     compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
       neither indices nor padding. inf when nothing was sent.

@@ -1,6 +1,5 @@
-"""Data-parallel training: local gradients, per-worker state on a mesh, and the whole step."""
+"""The data-parallel training step."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -10,108 +9,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax import _checks
-from gcjax._compat import constrain, tracks_variation, vary
+from gcjax._compat import constrain
 from gcjax._exchange import AxisNames, axis_tuple, worker_index
 from gcjax._layout import path_name
 from gcjax._moments import value_and_moments
+from gcjax._place import as_local, one_worker, place, state_specs, with_worker_axis
 from gcjax._types import Array, PerWorker, PyTree
-
-
-def local_gradients(grad_fn, axis_name: AxisNames):
-    """Make `grad_fn(params, ...)` give each worker's own gradient inside `shard_map`.
-
-    There `jax.grad` with respect to replicated parameters sums over the workers: the parameters count as one value that
-    all workers use. This types them as varying over the axis first, after which nothing is summed. It does nothing in
-    `pmap` and with `check_vma=False`, where JAX does not sum. `gcjax.value_and_moments` needs no such help.
-
-    Args:
-      grad_fn: a function whose first argument is the parameters, for example `jax.value_and_grad(loss)`.
-      axis_name: mesh axis or axes of the workers.
-
-    Returns:
-      A function with the signature of `grad_fn`.
-    """
-    axes = axis_tuple(axis_name)
-
-    @functools.wraps(grad_fn)
-    def local(params, *args, **kwargs):
-        return grad_fn(_local(params, axes), *args, **kwargs)
-
-    return local
-
-
-def _local(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    return vary(tree, axes) if tracks_variation(axes) else tree
-
-
-def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its state declared per worker: for a transform with state that stands before the compressor.
-
-    What such a transform sees, and so its state, differs between workers, for example the momentum in
-    `optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), gcjax.variance_compress(axis_name="data"), ...)`.
-    """
-    axes = axis_tuple(axis_name)
-    tx = optax.with_extra_args_support(tx)
-
-    def update(updates, state, params=None, **extra_args):
-        updates, new = tx.update(updates, _one_worker(state), params, **extra_args)
-        return updates, _with_worker_axis(new, axes)
-
-    return optax.GradientTransformationExtraArgs(lambda params: _with_worker_axis(tx.init(params), axes), update)
-
-
-def _with_worker_axis(tree: PyTree, axes: tuple[str, ...]) -> PerWorker:
-    return PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], tree), axes)
-
-
-def _one_worker(state: PerWorker) -> PyTree:
-    return jax.tree.map(lambda x: x[0], state.value)
-
-
-def _is_per_worker(node) -> bool:
-    return isinstance(node, PerWorker)
-
-
-def state_specs(state: PyTree) -> PyTree:
-    """`PartitionSpec`s for `shard_map`: per-worker state sharded over its axes, all else replicated.
-
-    Returns a prefix pytree of `state`, which may be an optimiser's state, a `TrainState` or any pytree.
-    """
-
-    def spec(node):
-        return PartitionSpec(node.axes or None) if _is_per_worker(node) else PartitionSpec()
-
-    return jax.tree.map(spec, state, is_leaf=_is_per_worker)
-
-
-def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-    """Put freshly initialised state on a mesh: per-worker leaves once for each worker, all else replicated.
-
-    Args:
-      state: a pytree with `PerWorker` nodes that hold one worker each, as `tx.init(params)` makes them off the mesh.
-      mesh: it must have the axes that the nodes name.
-
-    Returns:
-      The same pytree as global arrays, per-worker leaves `workers` times as long. New buffers: `state` stays valid.
-
-    Raises:
-      ValueError: when the mesh lacks an axis.
-    """
-
-    def spread(node):
-        if not _is_per_worker(node):
-            return jnp.copy(node)
-        workers = math.prod(mesh.shape[axis] for axis in node.axes)
-        return PerWorker(jax.tree.map(lambda x: jnp.concatenate([x] * workers), node.value), node.axes)
-
-    def sharding(node):
-        if _is_per_worker(node) and not set(node.axes) <= set(mesh.shape):
-            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the state is per worker along {node.axes}")
-        shardings = NamedSharding(mesh, state_specs(node))
-        return PerWorker(shardings, node.axes) if _is_per_worker(node) else shardings
-
-    shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
-    return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
 
 
 class TrainState(NamedTuple):
@@ -191,7 +94,7 @@ class TrainStep:
         """The state before the first step, on the mesh; the arguments stay valid."""
         if key is not None:
             _checks.random_key("key", key)
-        held = None if model_state is None else _with_worker_axis(model_state, self._axes)
+        held = None if model_state is None else with_worker_axis(model_state, self._axes)
         return place(TrainState(jnp.int32(0), params, self._tx.init(params), held, key), self._mesh)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -224,11 +127,11 @@ class TrainStep:
         return run(state, batch)
 
     def _local_step(self, state: TrainState, batch):
-        model_state = None if state.model_state is None else _one_worker(state.model_state)
+        model_state = None if state.model_state is None else one_worker(state.model_state)
         key = None
         if state.key is not None:
             key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), worker_index(self._axes))
-        params = _local(state.params, self._axes)
+        params = as_local(state.params, self._axes)
         loss, grad, squares, model_state = self._accumulated(params, batch, model_state, key)
         extra = {} if squares is None else {"sum_grad_squared": squares}
         updates, opt_state = self._tx.update(grad, state.opt_state, state.params, **extra)
@@ -236,7 +139,7 @@ class TrainStep:
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            model_state=None if model_state is None else _with_worker_axis(model_state, self._axes),
+            model_state=None if model_state is None else with_worker_axis(model_state, self._axes),
             key=state.key,
         )
         return new, Metrics(loss[None])
@@ -256,7 +159,7 @@ class TrainStep:
 
         shapes = jax.eval_shape(self._gradients, params, jax.tree.map(lambda x: x[0], batch), model_state, key)[:3]
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-        carry = (_local(zeros, self._axes), model_state)
+        carry = (as_local(zeros, self._axes), model_state)
         ((loss, grad, squares), model_state), _ = jax.lax.scan(add, carry, (batch, keys))
         grad = jax.tree.map(lambda g, s: (g / parts).astype(s.dtype), grad, shapes[1])
         # Each sample counts 1 / (parts * part size), so its square falls by parts**2.

@@ -16,7 +16,7 @@ LAYERS = [
     {"_sparse"},
     {"_exchange"},
     {"_transform"},
-    {"_info", "methods"},
+    {"_info", "_place", "methods"},
     {"_train"},
     {"__init__"},
     {"flax"},  # helpers for Flax models, imported by users only

@@ -127,7 +127,8 @@ def variance_compress(
       key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
       capacity: slots in a worker's payload: an int (fixed size), a tuple of ints (the smallest that holds every
         worker's entries is used), or None for a ladder from 1/1024 to 1/16 of the parameters. Rounded up to a
-        multiple of 32. Entries beyond the largest stay in the residual and are first in the next step.
+        multiple of 32; for each bucket of a model above 2**28 parameters. Entries beyond the largest stay in the
+        residual and are first in the next step.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
 
