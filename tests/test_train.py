@@ -12,6 +12,7 @@ from harness import mesh_of
 from wire import collectives
 
 import gcjax
+from gcjax.flax import sync_batchnorm
 
 
 class Net(nn.Module):
@@ -24,7 +25,7 @@ class Net(nn.Module):
     def __call__(self, x, train=True):
         x = nn.Dense(64)(x)
         if self.batch_norm:
-            x = nn.BatchNorm(use_running_average=not train, axis_name="sample" if train else None)(x)
+            x = nn.BatchNorm(use_running_average=not train)(x)
         x = nn.relu(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
         return nn.Dense(10)(x)
@@ -153,9 +154,9 @@ def test_batch_statistics_and_dropout_keys_differ_between_workers_and_steps(accu
     variables = Net(dropout=0.5, batch_norm=True).init(jax.random.key(0), jnp.zeros((2, 16)), train=False)
 
     def loss(params, batch, *, model_state, key):
-        logits, changed = model.apply(
-            {"params": params, "batch_stats": model_state}, batch[0], mutable=["batch_stats"], rngs={"dropout": key}
-        )
+        variables = {"params": params, "batch_stats": model_state}
+        with sync_batchnorm("sample"):
+            logits, changed = model.apply(variables, batch[0], mutable=["batch_stats"], rngs={"dropout": key})
         return cross_entropy(logits, batch[1]), changed["batch_stats"]
 
     step = gcjax.make_train_step(
