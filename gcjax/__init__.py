@@ -7,6 +7,7 @@ from gcjax._train import Metrics, TrainState, make_train_step
 from gcjax._transform import CompressState, compress
 from gcjax._types import Comm, Compressor, PerWorker, Sent
 from gcjax.methods.dense import dense_compress
+from gcjax.methods.strom import strom_compress
 from gcjax.methods.variance import variance_compress
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "per_worker",
     "place",
     "state_specs",
+    "strom_compress",
     "value_and_moments",
     "variance_compress",
 ]

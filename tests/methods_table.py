@@ -55,6 +55,17 @@ def dense(dtype):
     return Row(f"dense-{dtype}", "dense_compress", make, make_oracle, conserves, conserves, exact_sum=False)
 
 
+def strom(name, capacity, threshold=0.5):
+    def make(axis_name=None, **more):
+        return gcjax.strom_compress(threshold, **({"capacity": capacity, "axis_name": axis_name} | more))
+
+    def make_oracle(workers, sizes):
+        # The hybrid whose variance test lets everything pass.
+        return oracle.VarianceOracle(workers, sizes, max(capacity), alpha=0.0, decay=1.0, threshold=threshold)
+
+    return Row(f"strom-{name}", "strom_compress", make, make_oracle, conserves=True, ladder=capacity)
+
+
 METHODS = [
     dense("float32"),
     dense("bfloat16"),
@@ -70,4 +81,6 @@ METHODS = [
     variance("overflow", capacity=(64,), values="float32", conserves=True),
     variance("paper-overflow", capacity=(64,)),
     variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True),
+    strom("ladder", (64, 160, 320, 416, 864)),
+    strom("overflow", (64,)),
 ]

@@ -50,6 +50,12 @@ def test_an_unknown_option_raises():
         gcjax.variance_compress(aplha=1.5)
 
 
+@pytest.mark.parametrize("threshold", [0.0, -0.1, float("nan")])
+def test_a_bad_threshold_of_strom_compress_raises(threshold):
+    with pytest.raises(ValueError, match=rf"threshold must be in \(0, inf\), got {threshold}"):
+        gcjax.strom_compress(threshold)
+
+
 def test_an_unknown_dtype_of_dense_compress_raises():
     with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', got 'int8'"):
         gcjax.dense_compress("int8")

@@ -28,11 +28,13 @@ def test_the_table_of_methods_the_exports_and_the_tests_agree():
 
 def test_doctests_of_the_methods_run():
     import doctest
+    import importlib
+    import pkgutil
 
-    import gcjax.methods.dense
-    import gcjax.methods.variance
+    import gcjax.methods
 
-    for module in (gcjax.methods.dense, gcjax.methods.variance):
+    for found in pkgutil.iter_modules(gcjax.methods.__path__):
+        module = importlib.import_module(f"gcjax.methods.{found.name}")
         result = doctest.testmod(module)
         assert result.attempted > 0
         assert result.failed == 0
