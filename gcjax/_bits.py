@@ -1,6 +1,6 @@
 """Bits: masks as words, small integers packed into words, floats as integers.
 
-The forms are the ones XLA's CPU backend compiles to vector code; others that look alike are 3 to 10 times slower.
+The forms are the ones XLA's CPU backend compiles to vector code; others that look alike are several times slower.
 """
 
 import jax
@@ -111,7 +111,7 @@ def count_bits(words):
 def prefix_count(words):
     """Set bits in words[: i + 1] for each i, int32[n]; n must be a multiple of 32.
 
-    Two levels (within blocks of 32 words, then over the blocks): a plain cumsum of this length is twice as slow.
+    Two levels (within blocks of 32 words, then over the blocks): a plain cumsum of this length was slower on CPU.
     """
     counts = count_bits(words).reshape(-1, BLOCK // LANES)
     shift = 1

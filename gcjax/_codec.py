@@ -31,15 +31,14 @@ _SIGN_SHIFT = 31
 class Code(NamedTuple):
     """How values travel. `scale` arguments are per entry (or per group in `smallest`), as `to_scale` made them.
 
-    bits: bits of one entry on the wire, index included.  scale_bits: bits of one group's scale, 0 for none.
+    scale_bits: bits of one group's scale in the header, 0 for none.
     to_scale(peak): bits of a group's largest magnitude (uint32, 0 for an empty group) -> scale (uint32).
     smallest(scale): the smallest magnitude that the code can send, float32.
-    encode(x, index, scale, key): float32[k], int32[k], uint32[k] -> uint32[k * bits / 32].
+    encode(x, index, scale, key): float32[k], int32[k], uint32[k] -> uint32 words, as many for any k entries.
     decode(words, scale_of): the inverse -> (index int32[k], y float32[k]); scale_of(index) gives uint32[k].
     round(x, scale): the value y that the receivers of x see; raises where it is drawn at random.
     """
 
-    bits: int
     scale_bits: int
     to_scale: Callable
     smallest: Callable
@@ -80,7 +79,7 @@ def power_of_two_code() -> Code:
     def nearest(x, scale):
         return value(sign_bit(x), below_top(x, scale), scale)
 
-    return Code(32, 8, lambda peak: exponent(peak).astype(jnp.uint32), smallest, encode, decode, nearest)
+    return Code(8, lambda peak: exponent(peak).astype(jnp.uint32), smallest, encode, decode, nearest)
 
 
 def level_code() -> Code:
@@ -108,7 +107,7 @@ def level_code() -> Code:
     def nearest(x, scale):
         raise NotImplementedError("levels are drawn at random: what was sent is not known from x")
 
-    return Code(32, 32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
+    return Code(32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
 
 
 def float_code(bits: int) -> Code:
@@ -147,7 +146,7 @@ def float_code(bits: int) -> Code:
         return from_bits(to_bits(x / unit(scale))) * unit(scale)
 
     to_scale = (lambda peak: exponent(peak).astype(jnp.uint32)) if bits == 16 else jnp.zeros_like
-    return Code(32 + bits, 8 if bits == 16 else 0, to_scale, smallest, encode, decode, nearest)
+    return Code(8 if bits == 16 else 0, to_scale, smallest, encode, decode, nearest)
 
 
 def sign_code(step) -> Code:
@@ -171,4 +170,4 @@ def sign_code(step) -> Code:
         del scale
         return value(sign_bit(x))
 
-    return Code(32, 0, jnp.zeros_like, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
+    return Code(0, jnp.zeros_like, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)

@@ -126,8 +126,8 @@ def _flatten_bucket(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
     parts = [leaves[s.leaf][s.begin : s.begin + s.size] for s in bucket.segments]
     if len(parts) == 1:
         return parts[0]
-    # On CPU slices written one by one are a third faster than concatenate. The largest goes first: the first write
-    # becomes a padding, which XLA fuses with what made the part: a small part's sum would be redone for every entry.
+    # The largest goes first: XLA turns the first write into a padding and fuses that with what made the part, so that a
+    # small part's sum would be redone for every entry of the bucket.
     flat = jnp.zeros(bucket.size)
     for s, part in sorted(zip(bucket.segments, parts, strict=True), key=lambda pair: -pair[0].size):
         flat = flat.at[s.offset : s.offset + s.size].set(part)

@@ -167,10 +167,11 @@ def _reject_reduced(updates, axes: tuple[str, ...]) -> None:
         reduced = [axis for axis in axes if axis not in varying_axes(leaf)]
         if reduced:
             raise ValueError(
-                f"gradient leaf {path_name(path)} does not vary over {reduced}: it has "
-                "been reduced already, so compressing it would save nothing. jax.grad of replicated parameters inside "
-                "shard_map sums over the workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), "
-                "axis_name=...), gcjax.value_and_moments or gcjax.make_train_step."
+                f"gradient leaf {path_name(path)} does not vary over {reduced}: it has been reduced already, so "
+                "compressing it would save nothing. jax.grad of replicated parameters inside shard_map sums over the "
+                "workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), axis_name=...), "
+                "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
+                "per worker: use make_train_step(accumulate=...) instead.)"
             )
 
 

@@ -15,8 +15,8 @@ CAPACITY = (64, 320, 416, 864)
 class Row(NamedTuple):
     """name: for the test's id.  make(axis_name, **more) -> the transform.  oracle(workers, sizes) or None.
 
-    public: the exported name.  conserves: keeps all that it does not send.  unbiased: E[sent] is the input when all is
-    sent.  exact_sum: the oracle's order of summation is the package's.  ladder: capacities, ascending; () for dense.
+    public: the exported name.  conserves: keeps all that it does not send.  exact_sum: the oracle's order of summation
+    is the package's.  ladder: capacities, ascending; () for dense.
     """
 
     name: str
@@ -24,14 +24,11 @@ class Row(NamedTuple):
     make: Callable[..., Any]
     oracle: Callable[..., Any] | None
     conserves: bool = False
-    unbiased: bool = False
     exact_sum: bool = True
     ladder: tuple[int, ...] = ()
 
 
-def variance(
-    name, *, capacity=CAPACITY, key=None, conserves=False, unbiased=False, has_oracle=True, alpha=1.5, **options
-):
+def variance(name, *, capacity=CAPACITY, key=None, conserves=False, has_oracle=True, alpha=1.5, **options):
     def make(axis_name=None, **more):
         extra = {} if key is None else {"key": jax.random.key(key)}
         settings = {"capacity": capacity, "axis_name": axis_name, "decay": 0.5} | options | extra | more
@@ -41,7 +38,7 @@ def variance(
         return oracle.VarianceOracle(workers, sizes, max(capacity), alpha=alpha, decay=0.5, **options)
 
     row_oracle = make_oracle if has_oracle else None
-    return Row(f"variance-{name}", "variance_compress", make, row_oracle, conserves, unbiased, ladder=capacity)
+    return Row(f"variance-{name}", "variance_compress", make, row_oracle, conserves, ladder=capacity)
 
 
 def dense(dtype):
@@ -52,7 +49,7 @@ def dense(dtype):
         return oracle.DenseOracle(workers, sizes, dtype)
 
     conserves = dtype == "float32"
-    return Row(f"dense-{dtype}", "dense_compress", make, make_oracle, conserves, conserves, exact_sum=False)
+    return Row(f"dense-{dtype}", "dense_compress", make, make_oracle, conserves, exact_sum=False)
 
 
 def strom(name, capacity, threshold=0.5):
@@ -76,7 +73,7 @@ METHODS = [
     variance("float32", values="float32", conserves=True),
     variance("float16", values="float16"),
     variance("float16-feedback", values="float16", feedback=True, conserves=True),
-    variance("levels", values="levels", key=7, has_oracle=False, unbiased=True),
+    variance("levels", values="levels", key=7, has_oracle=False),
     variance("hybrid", threshold=0.5, conserves=True),
     variance("overflow", capacity=(64,), values="float32", conserves=True),
     variance("paper-overflow", capacity=(64,)),

@@ -260,3 +260,17 @@ def test_the_state_survives_pickling_to_the_bit():
         ours, state = step(g, state, sum_grad_squared=g * g / 4)
         theirs, restored = step(g, restored, sum_grad_squared=g * g / 4)
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("method", [gcjax.strom_compress, gcjax.variance_compress])
+def test_nothing_is_lost_while_the_threshold_changes_and_a_step_is_skipped(method):
+    tx = optax.inject_hyperparams(method)(threshold=optax.linear_schedule(1.0, 0.25, 4))
+    g = jnp.array([0.75, -1.5, 0.25, 3.0])
+    step, state, total = jax.jit(tx.update), tx.init(g), 0.0
+    for number in range(8):
+        bad = number == 3
+        updates, state = step(g * jnp.nan if bad else g, state, sum_grad_squared=jnp.full(4, 1e-9))
+        total = total + (0 if bad else updates)
+    (bucket,) = state.inner_state.buckets.value
+    assert np.abs(total).min() > 0
+    np.testing.assert_array_equal(total + bucket.residual, 7 * g)

@@ -48,7 +48,7 @@ class VarianceState:
     variance: float32[n], v, the decayed sum of squared per-sample gradients since then.
     reset: uint32[words_for(n)], packed mask of the entries to reset before the next gradient is added.
     scale: uint32[g], the leaves' scales of the last payload.
-    threshold: float32, tau of the hybrid, 0 without.
+    threshold: float32, tau of the hybrid as it was for the last payload, 0 without.
     first: int32, mask word at which the next payload begins.  step: int32, updates done.
     kept: what a reset leaves in r: "nothing", "excess" (r less tau) or the name of the code whose rounding error stays.
     bucket: where the leaves lie. Both static.
@@ -119,7 +119,7 @@ def variance_compress(
     Args:
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2. May be traced (`inject_hyperparams`).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
-      threshold: tau above 0 for the hybrid, or None.
+      threshold: tau above 0 for the hybrid, or None. May be traced.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
       values: how sent values travel: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
@@ -156,6 +156,7 @@ def variance_compress(
     _check(alpha, decay, threshold, feedback, underflow, values, key)
     check_capacity(capacity)
     hybrid = threshold is not None
+    tau = threshold if hybrid else 0.0
     code = sign_code(threshold) if hybrid else CODES[values]()
     kept = "excess" if hybrid else values if feedback else "nothing"
 
@@ -165,7 +166,7 @@ def variance_compress(
             variance=jnp.zeros(bucket.size),
             reset=jnp.zeros(bucket.words, jnp.uint32),
             scale=jnp.zeros(len(bucket.segments), jnp.uint32),
-            threshold=jnp.float32(threshold if hybrid else 0.0),
+            threshold=jnp.float32(tau),
             first=jnp.int32(0),
             step=jnp.int32(0),
             kept=kept,
@@ -190,6 +191,7 @@ def variance_compress(
             variance=v,
             reset=jnp.where(ok, out.words | dropped, state.reset),
             scale=jnp.where(ok, scale, state.scale),
+            threshold=jnp.where(ok, jnp.float32(tau), state.threshold),  # by which `reset` goes: that of this payload
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
         )
