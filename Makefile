@@ -1,9 +1,9 @@
-# make demo | make test | make lint | make bench: each sets up .venv on its first call and reuses it.
+# make demo | make test | make test-full | make lint | make bench: each sets up .venv on its first call and reuses it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-full lint bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
@@ -13,6 +13,10 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Every law on every number of workers, in shard_map and pmap.
+test-full: $(VENV)/ready
+	$(BIN)/python -m pytest -m "full or not full"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format .

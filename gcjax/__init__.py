@@ -7,7 +7,9 @@ from gcjax._train import Metrics, TrainState, make_train_step
 from gcjax._transform import CompressState, compress
 from gcjax._types import Comm, Compressor, PerWorker, Sent
 from gcjax.methods.dense import dense_compress
+from gcjax.methods.ef_sign import ef_sign_compress
 from gcjax.methods.strom import strom_compress
+from gcjax.methods.top_k import top_k_compress
 from gcjax.methods.variance import variance_compress
 
 __version__ = "0.1.0"
@@ -25,6 +27,7 @@ __all__ = [
     "check_moments",
     "compress",
     "dense_compress",
+    "ef_sign_compress",
     "explain_moments",
     "info",
     "local_gradients",
@@ -33,6 +36,7 @@ __all__ = [
     "place",
     "state_specs",
     "strom_compress",
+    "top_k_compress",
     "value_and_moments",
     "variance_compress",
 ]

@@ -64,7 +64,7 @@ def words_for(size: int) -> int:
 
 def pack_mask(mask):
     """bool[n] -> uint32[words_for(n)]; entry i is bit i % 32 of word i // 32, the rest is 0."""
-    return _by_rows(lambda rows: jnp.sum(_lane_bits(rows), axis=1, dtype=jnp.uint32), mask)
+    return by_rows(lambda rows: jnp.sum(_lane_bits(rows), axis=1, dtype=jnp.uint32), mask)
 
 
 def pack_mask_and_peak(mask, x):
@@ -80,11 +80,14 @@ def pack_mask_and_peak(mask, x):
     def pack(mask, magnitude):
         return lax.reduce((_lane_bits(mask), jnp.where(mask, magnitude, zero)), (zero, zero), merge, (1,))
 
-    return _by_rows(pack, mask, magnitude_bits(x))
+    return by_rows(pack, mask, magnitude_bits(x))
 
 
-def _by_rows(pack, *flats):
-    """Apply `pack` to rows of 32 entries. The ragged end goes apart: padding the whole would copy it."""
+def by_rows(pack, *flats):
+    """`pack`, which turns rows of 32 entries (x[m, 32], ...) into y[m] or a tuple of them, over whole flat vectors.
+
+    Returns y[words_for(n)]. The ragged end, padded with zeros, goes apart: padding the whole would copy it.
+    """
     size = len(flats[0])
     body = size // BLOCK * BLOCK
     if body == size:
@@ -101,6 +104,27 @@ def unpack_mask(words, size: int):
     """uint32[words_for(size)] -> bool[size], the inverse of `pack_mask`."""
     lanes = jnp.arange(LANES, dtype=jnp.uint32)
     return ((words[:, None] >> lanes) & 1).astype(bool).reshape(-1)[:size]
+
+
+def pack_planes(values, bits: int):
+    """Integers below 2**bits, shape [n] -> uint32[bits * words_for(n)]: the masks of all bits 0, all bits 1, and so on.
+
+    Takes exactly `bits` bits a value (but for the tail), whatever `bits` is; one pass over the data.
+    """
+
+    def pack(rows):
+        zero = jnp.uint32(0)
+        planes = tuple(_lane_bits((rows >> b) & 1 != 0) for b in range(bits))
+        return lax.reduce(planes, (zero,) * bits, lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True)), (1,))
+
+    return jnp.concatenate(by_rows(pack, values.astype(jnp.uint32)))
+
+
+def unpack_planes(words, bits: int, size: int):
+    """The inverse of `pack_planes`: uint32[size]."""
+    lanes = jnp.arange(LANES, dtype=jnp.uint32)
+    planes = words.reshape(bits, -1, 1)
+    return sum((((planes[b] >> lanes) & 1) << b for b in range(1, bits)), (planes[0] >> lanes) & 1).reshape(-1)[:size]
 
 
 def count_bits(words):

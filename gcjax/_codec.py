@@ -31,15 +31,17 @@ _SIGN_SHIFT = 31
 class Code(NamedTuple):
     """How values travel. `scale` arguments are per entry (or per group in `smallest`), as `to_scale` made them.
 
-    scale_bits: bits of one group's scale in the header, 0 for none.
+    scale_bits: bits of one group's scale in the header, 0 for none.  entry_bits: bits of one entry, index included.
     to_scale(peak): bits of a group's largest magnitude (uint32, 0 for an empty group) -> scale (uint32).
     smallest(scale): the smallest magnitude that the code can send, float32.
     encode(x, index, scale, key): float32[k], int32[k], uint32[k] -> uint32 words, as many for any k entries.
-    decode(words, scale_of): the inverse -> (index int32[k], y float32[k]); scale_of(index) gives uint32[k].
+    decode(words, scale_of): the inverse -> (index int32[k], y float32[k]); scale_of(index) gives uint32[k], the
+      entries' scales; scale_of(index, which=1) that of a second set, where the method sends two scales a group.
     round(x, scale): the value y that the receivers of x see; raises where it is drawn at random.
     """
 
     scale_bits: int
+    entry_bits: int
     to_scale: Callable
     smallest: Callable
     encode: Callable
@@ -79,7 +81,7 @@ def power_of_two_code() -> Code:
     def nearest(x, scale):
         return value(sign_bit(x), below_top(x, scale), scale)
 
-    return Code(8, lambda peak: exponent(peak).astype(jnp.uint32), smallest, encode, decode, nearest)
+    return Code(8, 32, lambda peak: exponent(peak).astype(jnp.uint32), smallest, encode, decode, nearest)
 
 
 def level_code() -> Code:
@@ -107,7 +109,7 @@ def level_code() -> Code:
     def nearest(x, scale):
         raise NotImplementedError("levels are drawn at random: what was sent is not known from x")
 
-    return Code(32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
+    return Code(32, 32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
 
 
 def float_code(bits: int) -> Code:
@@ -146,7 +148,7 @@ def float_code(bits: int) -> Code:
         return from_bits(to_bits(x / unit(scale))) * unit(scale)
 
     to_scale = (lambda peak: exponent(peak).astype(jnp.uint32)) if bits == 16 else jnp.zeros_like
-    return Code(8 if bits == 16 else 0, to_scale, smallest, encode, decode, nearest)
+    return Code(8 if bits == 16 else 0, 32 + bits, to_scale, smallest, encode, decode, nearest)
 
 
 def sign_code(step) -> Code:
@@ -170,4 +172,4 @@ def sign_code(step) -> Code:
         del scale
         return value(sign_bit(x))
 
-    return Code(0, jnp.zeros_like, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
+    return Code(0, 32, jnp.zeros_like, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)

@@ -52,21 +52,27 @@ def _on_axes(axis_names: tuple[str, ...], size: int) -> Comm:
         moved[0] += 2 * (size - 1) / size * x.nbytes
         return lax.pmax(x, axis_names)
 
-    def mean(x):
+    def total(x):
         moved[0] += 2 * (size - 1) / size * x.nbytes
-        return lax.psum(x, axis_names) / size
+        return lax.psum(x, axis_names)
 
     def gather(x):
         moved[0] += (size - 1) * x.nbytes
         # "invarying": typed as equal on all workers, which lets the result leave shard_map with out_specs=P().
         return lax.all_gather(x, axis_names, to="invarying")
 
+    def swap(x):
+        moved[0] += (size - 1) / size * x.nbytes
+        return lax.all_to_all(x, axis_names, split_axis=0, concat_axis=0)
+
     return Comm(
         size=size,
         rank=lambda: worker_index(axis_names),
         max=maximum,
-        mean=mean,
+        sum=total,
+        mean=lambda x: total(x) / size,
         gather=gather,
+        swap=swap,
         bytes_moved=lambda: moved[0],
         metered=lambda: _on_axes(axis_names, size),
     )
@@ -77,8 +83,10 @@ def _alone() -> Comm:
         size=1,
         rank=lambda: jnp.int32(0),
         max=lambda x: x,
+        sum=lambda x: x,
         mean=lambda x: x,
         gather=lambda x: x[None],
+        swap=lambda x: x,
         bytes_moved=lambda: 0.0,
         metered=_alone,
     )

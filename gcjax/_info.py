@@ -18,6 +18,9 @@ class Info(NamedTuple):
       the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
     capacity: slots in each worker's payload (of all its buckets).
     wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one.
+    payload_bits: bits of each worker's message without padding, float64[workers]; where the method's source codes it in
+      varying length, as long as that code would be. 32 * parameters / payload_bits is the ratio that papers on
+      quantisation give.
     compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
       neither indices nor padding. inf when nothing was sent.
     wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker.
@@ -31,6 +34,7 @@ class Info(NamedTuple):
     overflow: np.ndarray
     capacity: int
     wire_bytes: float
+    payload_bits: np.ndarray
     compression_ratio: float
     wire_ratio: float
     residual_norm: np.ndarray
@@ -70,6 +74,7 @@ def info(opt_state) -> Info:
         overflow=sent.overflow.astype(np.int64),
         capacity=int(sent.capacity[0]),
         wire_bytes=wire_bytes,
+        payload_bits=sent.payload_bits,
         compression_ratio=parameters / mean_sent if mean_sent else float("inf"),
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
         residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),

@@ -20,12 +20,16 @@ MAX_BUCKET = 1 << 28
 
 
 class Segment(NamedTuple):
-    """`size` entries of leaf number `leaf` from `begin` on (in C order), standing at `offset` of the bucket."""
+    """`size` entries of leaf number `leaf` from `begin` on (in C order), standing at `offset` of the bucket.
+
+    shape: that of the leaf, or (size,) for a part of a leaf that is split between buckets.
+    """
 
     leaf: int
     begin: int
     size: int
     offset: int
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,19 @@ class Bucket:
     def words(self) -> int:
         """Length of a packed mask of the bucket."""
         return words_for(self.size)
+
+    def leaf_words(self) -> list[tuple[int, int]]:
+        """For each segment, its first mask word and the one after its last."""
+        return [(s.offset // LANES, -(-(s.offset + s.size) // LANES)) for s in self.segments]
+
+    def valid_words(self) -> np.ndarray:
+        """The packed mask of the entries that are parameters, uint32[words]: all but the padding between leaves."""
+        words = np.zeros(self.words, np.uint32)
+        for s, (begin, end) in zip(self.segments, self.leaf_words(), strict=True):
+            words[begin:end] = 0xFFFFFFFF
+            if s.size % LANES:
+                words[end - 1] = (1 << s.size % LANES) - 1
+        return words
 
     def segment_of_word(self) -> np.ndarray:
         """Number of the segment that each mask word belongs to, int32[words]; the tail counts to the last.
@@ -88,11 +105,10 @@ def layout_of(tree: PyTree, max_bucket: int = MAX_BUCKET) -> Layout:
             )
         shapes.append(shape)
         dtypes.append(dtype)
-    sizes = [math.prod(shape) for shape in shapes]
-    return Layout(treedef, tuple(shapes), tuple(dtypes), _fill(sizes, max_bucket))
+    return Layout(treedef, tuple(shapes), tuple(dtypes), _fill(shapes, max_bucket))
 
 
-def _fill(sizes: list[int], max_bucket: int) -> tuple[Bucket, ...]:
+def _fill(shapes: list[tuple[int, ...]], max_bucket: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     offset = 0
@@ -103,13 +119,13 @@ def _fill(sizes: list[int], max_bucket: int) -> tuple[Bucket, ...]:
             buckets.append(Bucket(tuple(segments), segments[-1].offset + segments[-1].size))
         segments, offset = [], 0
 
-    for leaf, size in enumerate(sizes):
-        begin = 0
+    for leaf, shape in enumerate(shapes):
+        begin, size = 0, math.prod(shape)
         while begin < size:
             if offset == max_bucket:
                 close()
             take = min(size - begin, max_bucket - offset)
-            segments.append(Segment(leaf, begin, take, offset))
+            segments.append(Segment(leaf, begin, take, offset, shape if take == size else (take,)))
             offset += -(-take // LANES) * LANES
             begin += take
     close()

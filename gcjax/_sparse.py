@@ -15,7 +15,7 @@ from gcjax._bits import LANES, count_bits, pack_uint, packed_size, unpack_uint
 from gcjax._codec import Code
 from gcjax._compact import cut, indices, queue
 from gcjax._layout import Bucket
-from gcjax._types import Array, Comm
+from gcjax._types import Array, Comm, Sent
 
 DEFAULT_RUNGS = 7
 DEFAULT_TOP = 16  # the largest default capacity is a 16th of the entries
@@ -52,21 +52,20 @@ def capacities_for(capacity, bucket: Bucket) -> tuple[int, ...]:
 
 class Exchanged(NamedTuple):
     """mean: float32[n], equal on all workers.  words: uint32[n / 32], the mask of this worker's entries that were sent.
-    first: int32, where the next queue begins.  sent: int32.  capacity: int32.  wire_bytes: float32."""
+    first: int32, where the next queue begins.  sent: the report, with all entries of the mask as the selected ones."""
 
     mean: Array
     words: Array
     first: Array
-    sent: Array
-    capacity: Array
-    wire_bytes: Array
+    sent: Sent
 
 
 def exchange(x, words, first, scale, segment_of_word, code: Code, capacities, comm: Comm, ok, key=None) -> Exchanged:
     """Send the entries of `x` whose bits are set in `words`; return the mean over workers of what all of them sent.
 
     x: float32[n].  words: uint32[n / 32], the mask.  first: int32, the word whose entries get the first slots.
-    scale: uint32[groups], `code.to_scale` of the groups.  segment_of_word: int32[n / 32], each word's group.
+    scale: uint32[groups] or uint32[2 * groups], `code.to_scale` of the groups, or two scales for each of them.
+    segment_of_word: int32[n / 32], each word's group; None where the code has no scale.
     capacities: slots, ascending.  ok: bool scalar, equal on all workers; if False the mean is NaN everywhere.
     Workers are added in the order of their numbers, so that the mean is bit-equal on all of them on any backend.
     """
@@ -83,7 +82,7 @@ def exchange(x, words, first, scale, segment_of_word, code: Code, capacities, co
         def run(x, lined_up, sent, fill):
             metered = comm.metered()
             index = indices(lined_up, capacity)
-            body = code.encode(x[index], index, scale[segment_of_word[index // LANES]], key)
+            body = code.encode(x[index], index, _scale_of(scale, segment_of_word, code)(index), key)
             count = jnp.where(fill == 0, sent, 0).astype(jnp.uint32)
             header = pack_uint(scale, code.scale_bits) if code.scale_bits else jnp.zeros(0, jnp.uint32)
             payloads = metered.gather(jnp.concatenate([count[None], header, body]))
@@ -94,19 +93,35 @@ def exchange(x, words, first, scale, segment_of_word, code: Code, capacities, co
 
     branches = [at_capacity(capacity) for capacity in capacities]
     mean, capacity, wire_bytes = lax.switch(rung, branches, x, lined_up, sent, fill)
-    return Exchanged(mean, sent_words, resume, sent, capacity, wire_bytes)
+    bits = (32 + code.scale_bits * len(scale) + code.entry_bits * sent).astype(jnp.float32)
+    overflow = lined_up.total - sent
+    return Exchanged(
+        mean, sent_words, resume, Sent(lined_up.total, sent, jnp.int32(0), overflow, capacity, wire_bytes, bits)
+    )
+
+
+def _scale_of(scale, segment_of_word, code: Code):
+    """The lookup that codes use: entry numbers -> their groups' scales."""
+
+    def look_up(index, which=0):
+        if not code.scale_bits:
+            return jnp.zeros(index.shape, jnp.uint32)
+        groups = len(scale) // 2 if which else 0
+        return scale[segment_of_word[index // LANES] + groups]
+
+    return look_up
 
 
 def _decode(payloads, mean, groups: int, segment_of_word, code: Code, capacity: int):
     """Add every worker's entries, divided by the number of workers, to `mean`, which the caller has filled."""
     size = len(mean)
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    header = packed_size(groups, code.scale_bits) if code.scale_bits else 0
+    header = packed_size(groups, code.scale_bits)
 
     def add_worker(worker, mean):
         payload = payloads[worker]
-        scale = unpack_uint(payload[1 : 1 + header], code.scale_bits, groups) if header else jnp.zeros(1, jnp.uint32)
-        index, y = code.decode(payload[1 + header :], lambda index: scale[segment_of_word[index // LANES]])
+        scale = unpack_uint(payload[1 : 1 + header], code.scale_bits, groups) if header else None
+        index, y = code.decode(payload[1 + header :], _scale_of(scale, segment_of_word, code))
         # Padding goes out of bounds, each slot to a place of its own: "unique" must be true of it as well.
         index = jnp.where(slot < payload[0].astype(jnp.int32), index, size + slot)
         return mean.at[index].add(y / len(payloads), mode="drop", unique_indices=True)

@@ -64,7 +64,7 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
     def init(params) -> CompressState:
         layout = layout_of(params)
         zero, count = jnp.float32(0), jnp.int32(0)
-        sent = Sent(count, count, count, count, count, zero)
+        sent = Sent(count, count, count, count, count, zero, zero)
         report = Report(sent, jnp.float32(layout.entries), jnp.int32(1), count)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         return CompressState(PerWorker(_hold(buckets), axes), PerWorker(_hold(report), axes))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Array = jax.Array
 PyTree = Any
@@ -31,6 +32,8 @@ class Sent(NamedTuple):
     sent: entries put on the wire.  underflow: too small for the value code.  overflow: beyond the capacity.
     capacity: slots in the payload.
     wire_bytes: float32, moved by metered collectives (`Comm`); the others run on every step and are counted apart.
+    payload_bits: float32, this worker's message without padding; where the method's source codes it in varying length,
+      as long as that code would be.
     """
 
     selected: Array
@@ -39,6 +42,13 @@ class Sent(NamedTuple):
     overflow: Array
     capacity: Array
     wire_bytes: Array
+    payload_bits: Array
+
+
+def sent_whole(entries: int, payload_bits) -> Sent:
+    """The report of a method that sends something for all of the bucket's entries, with unmetered collectives."""
+    count, none = jnp.int32(entries), jnp.int32(0)
+    return Sent(count, count, none, none, count, jnp.float32(0), jnp.float32(payload_bits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +56,22 @@ class Comm:
     """The collectives a method may use, injected so that no method names one.
 
     size: number of workers, static.  rank(): this worker's number, int32.
-    max(x): elementwise maximum over workers.  mean(x): elementwise mean.  Both the shape of `x`, equal on all workers.
+    max(x), sum(x), mean(x): elementwise over the workers, of the shape of `x`, equal on all workers.
     gather(x): shape (size, *x.shape), row w from worker w, equal on all workers.
+    swap(x): x of shape (size, ...): row w goes to worker w; returns the rows that came, row w from worker w.
     bytes_moved(): what the calls so far (at trace time) make one worker send, which is also what it receives, with ring
-    algorithms: a gather of m bytes moves (size - 1) * m, a mean or maximum of m bytes 2 * (size - 1) / size * m.
+    algorithms: a gather of m bytes moves (size - 1) * m, a maximum, sum or mean of m bytes 2 * (size - 1) / size * m, a
+        swap of m bytes (size - 1) / size * m.
     metered(): the same collectives with the count at zero, for code that only runs on some steps.
     """
 
     size: int
     rank: Callable[[], Array]
     max: Callable[[Array], Array]
+    sum: Callable[[Array], Array]
     mean: Callable[[Array], Array]
     gather: Callable[[Array], Array]
+    swap: Callable[[Array], Array]
     bytes_moved: Callable[[], float]
     metered: Callable[[], "Comm"]
 

@@ -45,7 +45,7 @@ class Runner:
                 self._one_of_stack,
                 mesh=mesh,
                 in_specs=specs,
-                out_specs=(P("data"), specs[0]),
+                out_specs=((P("data"), P()), specs[0]),
                 check_vma=mode != "unchecked shard_map",
             )
             self._step = jax.jit(sharded)
@@ -66,12 +66,17 @@ class Runner:
         gradients, squares = jax.tree.map(lambda x: x[0], (gradients, squares))
         updates, state = self._local(state, gradients, squares)
         # Stacked as varying, so that bits can be compared between workers.
-        return jax.tree.map(lambda x: x[None], updates), state
+        return (jax.tree.map(lambda x: x[None], updates), updates), state
 
     def step(self, gradients, squares=None):
         """Returns the updates of all workers, numpy arrays (workers, ...)."""
         updates, self.state = jax.block_until_ready(self._step(self.state, gradients, squares))
+        if self.mode != "pmap":
+            updates, self.replicated = updates
         return jax.tree.map(np.asarray, updates)
+
+    def times_compiled(self):
+        return self._step._cache_size()
 
     def compiled_text(self, gradients, squares=None):
         if not self._compiled:  # shared by all restarts

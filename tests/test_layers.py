@@ -10,11 +10,11 @@ ROOT = pathlib.Path(gcjax.__file__).parent
 # A module imports only from lines above its own, never sideways.
 LAYERS = [
     {"_types", "_compat", "_checks"},
-    {"_bits", "_moments"},
+    {"_bits", "_moments", "_random"},
     {"_compact", "_layout"},
-    {"_codec"},
-    {"_sparse"},
-    {"_exchange"},
+    {"_codec", "_groups"},
+    {"_sparse", "_select"},
+    {"_exchange", "_feedback"},
     {"_transform"},
     {"_info", "_place", "methods"},
     {"_train"},

@@ -19,11 +19,11 @@ def test_the_code_blocks_of_the_readme_run_in_order(capsys):
 
 
 def test_the_table_of_methods_the_exports_and_the_tests_agree():
-    from methods_table import METHODS
+    from rows import methods
 
     exported = {name for name in gcjax.__all__ if name.endswith("_compress")}
     in_readme = set(re.findall(r"^\| `(\w+_compress)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert exported == in_readme == {row.public for row in METHODS}
+    assert exported == in_readme == {row.public for row in methods()}
 
 
 def test_doctests_of_the_methods_run():

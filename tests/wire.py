@@ -39,6 +39,8 @@ def collectives(text: str, workers: int) -> list[Collective]:
                 ring = size * (workers - 1) / workers
             elif kind == "all-reduce":
                 ring = size * 2 * (workers - 1) / workers
+            elif kind == "all-to-all":  # one element per worker in the result's tuple, or a single array
+                ring = size * (workers - 1) / workers
             else:
                 raise ValueError(f"no rule for {kind}: {line}")
             found.append(Collective(kind, dtype, elements, ring, not entry))

@@ -13,7 +13,7 @@ import optax
 from gcjax import _checks
 from gcjax._layout import Bucket
 from gcjax._transform import compress
-from gcjax._types import Array, Compressor, Sent
+from gcjax._types import Array, Compressor, sent_whole
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -62,8 +62,7 @@ def dense_compress(dtype="float32", *, axis_name=None, inner_axis_name=None) -> 
             mean = jnp.mean(
                 jax.lax.bitcast_convert_type(comm.gather(sent), jnp.dtype(name)).astype(jnp.float32), axis=0
             )
-        entries = jnp.int32(state.bucket.entries)
-        none = jnp.int32(0)
-        return jnp.where(ok, mean, jnp.nan), state, Sent(entries, entries, none, none, entries, jnp.float32(0))
+        entries = state.bucket.entries
+        return jnp.where(ok, mean, jnp.nan), state, sent_whole(entries, entries * (32 if name == "float32" else 16))
 
     return compress(Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

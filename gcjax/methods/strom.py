@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import optax
 
 from gcjax import _checks
-from gcjax._bits import count_bits, pack_mask, unpack_mask
+from gcjax._bits import pack_mask, unpack_mask
 from gcjax._codec import sign_code
 from gcjax._layout import Bucket
 from gcjax._sparse import capacities_for, check_capacity, exchange
 from gcjax._transform import compress
-from gcjax._types import Array, Compressor, Sent
+from gcjax._types import Array, Compressor
 
 
 @jax.tree_util.register_dataclass
@@ -101,9 +101,8 @@ def strom_compress(
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         r = jnp.where(ok, state.residual + gradient, state.accumulated)
         words = pack_mask(jnp.abs(r) > threshold)
-        no_scale, one_segment = jnp.zeros(1, jnp.uint32), jnp.zeros(bucket.words, jnp.int32)
-        capacities = capacities_for(capacity, bucket)
-        out = exchange(r, words, state.first, no_scale, one_segment, code, capacities, comm, ok)
+        no_scale = jnp.zeros(0, jnp.uint32)
+        out = exchange(r, words, state.first, no_scale, None, code, capacities_for(capacity, bucket), comm, ok)
         new = StromState(
             accumulated=r,
             reset=jnp.where(ok, out.words, state.reset),
@@ -111,8 +110,6 @@ def strom_compress(
             first=jnp.where(ok, out.first, state.first),
             bucket=bucket,
         )
-        selected = jnp.sum(count_bits(words))
-        sent = Sent(selected, out.sent, jnp.int32(0), selected - out.sent, out.capacity, out.wire_bytes)
-        return out.mean, new, sent
+        return out.mean, new, out.sent
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

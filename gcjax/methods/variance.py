@@ -27,9 +27,10 @@ from gcjax import _checks
 from gcjax._bits import FLOAT_MAX, LANES, count_bits, pack_mask, pack_mask_and_peak, unpack_mask
 from gcjax._codec import Code, float_code, level_code, power_of_two_code, sign_code
 from gcjax._layout import Bucket
+from gcjax._random import step_key
 from gcjax._sparse import capacities_for, check_capacity, exchange
 from gcjax._transform import compress
-from gcjax._types import Array, Compressor, Sent
+from gcjax._types import Array, Compressor
 
 CODES: dict[str, Callable[[], Code]] = {
     "power_of_two": power_of_two_code,
@@ -181,7 +182,7 @@ def variance_compress(
         if hybrid:
             clear = clear & (jnp.abs(r) > threshold)
         passed, words, scale = _encodable(clear, r, code, segment_of_word, len(bucket.segments))
-        draw = None if key is None else jax.random.fold_in(jax.random.fold_in(key, state.step), comm.rank())
+        draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
         capacities = capacities_for(capacity, bucket)
         out = exchange(r, words, state.first, scale, segment_of_word, code, capacities, comm, ok, draw)
         dropped = passed & ~words if underflow == "drop" else jnp.uint32(0)
@@ -195,9 +196,8 @@ def variance_compress(
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
         )
-        selected, encodable = jnp.sum(count_bits(passed)), jnp.sum(count_bits(words))
-        sent = Sent(selected, out.sent, selected - encodable, encodable - out.sent, out.capacity, out.wire_bytes)
-        return out.mean, new, sent
+        selected = jnp.sum(count_bits(passed))
+        return out.mean, new, out.sent._replace(selected=selected, underflow=selected - out.sent.selected)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

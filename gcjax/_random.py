@@ -1,0 +1,51 @@
+"""Random bits by hashing positions: for draws of gradient length, and for the hash functions of sketches.
+
+A stream is a `jax.random` key, from which two words are drawn; its bit string at position i is a mixing hash of i and
+these words. `jax.random.bits` of gradient length took seven times as long on CPU as adding two arrays; this takes as
+long as the pass that uses it. The mixer is Chris Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._types import Array
+
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+
+
+def step_key(key, step, bucket, rank=None) -> Array:
+    """The key of one update of one bucket: the same on all workers, or with `rank` one for each."""
+    first = bucket.segments[0]
+    key = jax.random.fold_in(jax.random.fold_in(key, step), first.leaf)
+    key = jax.random.fold_in(key, first.begin)  # a leaf may be split into several buckets
+    return key if rank is None else jax.random.fold_in(key, rank)
+
+
+def hash_bits(key, position) -> Array:
+    """uint32 random bits of the shape of `position` (non-negative integers), one for each."""
+    offset, mask = jax.random.bits(key, (2,))
+    return _mix(_mix(position.astype(jnp.uint32) + offset) ^ mask)
+
+
+def _mix(x):
+    x = (x ^ (x >> 16)) * jnp.uint32(_MULTIPLIERS[0])
+    x = (x ^ (x >> 15)) * jnp.uint32(_MULTIPLIERS[1])
+    return x ^ (x >> 16)
+
+
+def uniform(key, size: int) -> Array:
+    """float32[size], uniform in [0, 1), multiples of 2**-24."""
+    return (hash_bits(key, jnp.arange(size)) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def scatter_positions(size: int, count: int, step) -> Array:
+    """int32[count] positions below `size`, one at a hashed place in each of `count` equal stretches; all if they fit.
+
+    The same for the same `step` (int32); not meant to be secret or independent, only to miss any period of the data.
+    """
+    if size <= count:
+        return jnp.minimum(jnp.arange(count, dtype=jnp.int32), max(size - 1, 0))
+    slot = jnp.arange(count, dtype=jnp.uint32)
+    stretch, rest = divmod(size, count)
+    begin = slot * stretch + slot * rest // count  # slot * rest is below 2**32 for up to 2**16 stretches
+    return (begin + _mix(slot ^ _mix(jnp.uint32(step) + 1)) % stretch).astype(jnp.int32)

@@ -1,0 +1,54 @@
+"""Rows and oracle of dense_compress."""
+
+import numpy as np
+import optax
+from oracle import F
+
+import gcjax
+from rows import Row
+
+
+class DenseOracle:
+    """The plain mean. Sums of three and more workers may round in another order: compare with a tolerance."""
+
+    def __init__(self, workers, sizes, dtype="float32"):
+        self.sizes, self.workers = sizes, workers
+        self.round = (lambda x: x) if dtype == "float32" else lambda x: x.astype(dtype).astype(F)
+
+    def step(self, gradients, squares):
+        del squares
+        entries = sum(self.sizes)
+        mean = [np.mean([self.round(g[leaf]) for g in gradients], axis=0) for leaf in range(len(self.sizes))]
+        return mean, [(entries, entries, 0, 0)] * self.workers
+
+
+def dense(dtype):
+    def make(axis_name=None, **more):
+        return gcjax.dense_compress(dtype, axis_name=axis_name, **more)
+
+    def make_oracle(workers, sizes):
+        return DenseOracle(workers, sizes, dtype)
+
+    whole = dtype == "float32"
+    return Row(
+        f"dense-{dtype}",
+        "dense_compress",
+        make,
+        make_oracle,
+        conserves=whole,
+        rtol=1e-6,
+        joins=True,
+        wire=frozenset({"s32", "f32"} if whole else {"s32", "u16"}),
+        dense_wire=whole,
+        infinite_at=65504.0 if dtype == "float16" else float("inf"),
+    )
+
+
+ROWS = [dense("float32"), dense("bfloat16"), dense("float16")]
+
+
+def chain(axis_name, learning_rate):
+    return optax.chain(gcjax.dense_compress(axis_name=axis_name), optax.sgd(learning_rate))
+
+
+CHAINS = {"dense_compress": chain}

@@ -1,0 +1,28 @@
+"""Rows of strom_compress."""
+
+import optax
+
+import gcjax
+from rows import Row
+from rows.variance import VarianceOracle
+
+
+def strom(name, capacity, threshold=0.5, joins=False):
+    def make(axis_name=None, **more):
+        return gcjax.strom_compress(threshold, **({"capacity": capacity, "axis_name": axis_name} | more))
+
+    def make_oracle(workers, sizes):
+        # The hybrid whose variance test lets everything pass.
+        return VarianceOracle(workers, sizes, max(capacity), alpha=0.0, decay=1.0, threshold=threshold)
+
+    return Row(f"strom-{name}", "strom_compress", make, make_oracle, conserves=True, ladder=capacity, joins=joins)
+
+
+ROWS = [strom("ladder", (64, 160, 320, 416, 864), joins=True), strom("overflow", (64,))]
+
+
+def chain(axis_name, learning_rate):
+    return optax.chain(gcjax.strom_compress(8.0, capacity=288, axis_name=axis_name), optax.sgd(learning_rate))
+
+
+CHAINS = {"strom_compress": chain}

@@ -1,0 +1,29 @@
+"""Rows and oracle of top_k_compress."""
+
+import numpy as np
+import optax
+from oracle import SparseOracle, largest
+
+import gcjax
+from rows import Row
+
+
+def top_k(density, joins=False):
+    def make(axis_name=None, **more):
+        return gcjax.top_k_compress(density, axis_name=axis_name, **more)
+
+    def make_oracle(workers, sizes):
+        k = max(1, int(density * sum(sizes)))
+        return SparseOracle(workers, sizes, lambda a, step: largest(np.abs(a), k))
+
+    return Row(f"top_k-{density}", "top_k_compress", make, make_oracle, conserves=True, joins=joins)
+
+
+ROWS = [top_k(0.05), top_k(1.0, joins=True)]
+
+
+def chain(axis_name, learning_rate):
+    return optax.chain(gcjax.top_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+
+
+CHAINS = {"top_k_compress": chain}
