@@ -19,6 +19,8 @@ from gcjax._random import step_key
 from gcjax._sparse import exchange
 from gcjax._types import Array, Comm, Compressor, sent_whole
 
+UNROLLED = 16  # payloads of up to so many workers are decoded in one pass over the bucket
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +114,13 @@ def gather_codec(encode: Callable, decode: Callable, *, feedback: bool, key=None
     def update(gradient, sum_grad_squared, state, comm, ok):
         del sum_grad_squared
         bucket = state.bucket
-        x = gradient + state.error if feedback else gradient
+        # In a skipped step x is the old error, so that nothing else needs it and XLA can work in its buffer.
+        x = jnp.where(ok, state.error + gradient, state.error) if feedback else gradient
         draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
         payload, bits = encode(x, bucket, draw)
         mean = gather_mean(payload, lambda payload: decode(payload, bucket), bucket.size, comm, ok)
-        error = jnp.where(ok, parameters_only(x - decode(payload, bucket), bucket), state.error) if feedback else None
-        new = CodecState(state.error if error is None else error, state.step + ok, bucket)
-        return mean, new, sent_whole(bucket.entries, bits)
+        error = parameters_only(jnp.where(ok, x - decode(payload, bucket), x), bucket) if feedback else state.error
+        return mean, CodecState(error, state.step + ok, bucket), sent_whole(bucket.entries, bits)
 
     return Compressor(init, update)
 
@@ -129,8 +131,16 @@ def gather_mean(payload, decode: Callable, size: int, comm: Comm, ok) -> Array:
     Workers are added in the order of their numbers, so that the mean is bit-equal on all of them on any backend.
     """
     payloads = comm.gather(payload)
-    start = jnp.full(size, jnp.where(ok, 0.0, jnp.nan), jnp.float32)
-    return lax.fori_loop(0, comm.size, lambda w, mean: mean + decode(payloads[w]) / comm.size, start)
+    mean = jnp.full(size, jnp.where(ok, 0.0, jnp.nan), jnp.float32)
+
+    def add(worker, mean):
+        return mean + decode(payloads[worker]) / comm.size
+
+    if comm.size > UNROLLED:
+        return lax.fori_loop(0, comm.size, add, mean)
+    for worker in range(comm.size):  # XLA makes one pass of it
+        mean = add(worker, mean)
+    return mean
 
 
 def parameters_only(x, bucket: Bucket) -> Array:

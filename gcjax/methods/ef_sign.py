@@ -55,7 +55,8 @@ def ef_sign_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientT
 def _encode(x, bucket: Bucket, key):
     del key
     groups = leaf_groups(bucket)
-    scale = groups.sums(jnp.abs(x)) / groups.counts()
+    (total,) = groups.sums(jnp.abs(x))
+    scale = total / groups.counts()
     return jnp.concatenate([float_bits(scale), pack_mask(x < 0)]), bucket.entries + 32 * len(groups)
 
 
