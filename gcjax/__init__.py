@@ -1,5 +1,6 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
+from gcjax._delay import DelayState, delay
 from gcjax._info import Info, info
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._place import local_gradients, per_worker, place, state_specs
@@ -18,6 +19,7 @@ __all__ = [
     "Comm",
     "CompressState",
     "Compressor",
+    "DelayState",
     "Info",
     "Metrics",
     "Moments",
@@ -26,6 +28,7 @@ __all__ = [
     "TrainState",
     "check_moments",
     "compress",
+    "delay",
     "dense_compress",
     "ef_sign_compress",
     "explain_moments",

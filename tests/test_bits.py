@@ -30,6 +30,17 @@ def test_a_packed_mask_has_bit_i_in_word_i_over_32_and_unpacks_to_itself(seed, s
     np.testing.assert_array_equal(_bits.unpack_mask(jnp.asarray(words), size), mask)
 
 
+@pytest.mark.parametrize(("size", "bits"), [(1, 1), (33, 3), (1024, 9), (5000, 2), (1025, 8)])
+def test_bit_planes_take_exactly_their_bits_and_come_back(size, bits):
+    values = np.random.default_rng(bits).integers(0, 1 << bits, size).astype(np.uint32)
+    words = _bits.pack_planes(jnp.asarray(values), bits)
+    assert len(words) == bits * _bits.words_for(size)
+    for b in range(bits):
+        plane = words[b * _bits.words_for(size) : (b + 1) * _bits.words_for(size)]
+        np.testing.assert_array_equal(plane, _bits.pack_mask(jnp.asarray(values >> b & 1 == 1)))
+    np.testing.assert_array_equal(_bits.unpack_planes(words, bits, size), values)
+
+
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, SIZES, DENSITIES)
 def test_the_peak_of_a_word_is_its_largest_selected_magnitude(seed, size, density):

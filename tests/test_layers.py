@@ -16,7 +16,7 @@ LAYERS = [
     {"_sparse", "_select"},
     {"_exchange", "_feedback"},
     {"_transform"},
-    {"_info", "_place", "methods"},
+    {"_delay", "_info", "_place", "methods"},
     {"_train"},
     {"__init__"},
     {"flax"},  # helpers for Flax models, imported by users only

@@ -1,0 +1,62 @@
+"""Stale updates, for experiments."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gcjax._types import Array, PyTree
+
+
+class DelayState(NamedTuple):
+    """held: the last updates, a pytree like the parameters, leaves (steps, *shape).  position: int32, the oldest."""
+
+    held: PyTree
+    position: Array
+
+
+def delay(steps: int) -> optax.GradientTransformation:
+    """Hands every update on `steps` steps later; the first `steps` updates are zero.
+
+    A model of stale gradients with a fixed delay: what error feedback and asynchronous training do to an entry, done to
+    all of them alike. Put it after a compressor or in a plain chain: `optax.chain(gcjax.delay(4), optax.sgd(0.1))`;
+    before a compressor wrap it in `gcjax.per_worker`. Holds `steps` copies of the updates. An update that is not finite
+    comes out late too, so `optax.apply_if_finite` belongs after it.
+
+    Source: Wei Dai, Yi Zhou, Nanqing Dong, Hao Zhang, Eric Xing, "Toward Understanding the Impact of Staleness in
+    Distributed Machine Learning", 2018, arXiv 1810.03264.
+
+    Args:
+      steps: updates to wait, 0 or more.
+
+    Raises:
+      TypeError: when `steps` is not an int.
+      ValueError: when it is negative.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.delay(1)
+    >>> first, state = tx.update(jnp.array([1.0]), tx.init(jnp.zeros(1)))
+    >>> second, state = tx.update(jnp.array([2.0]), state)
+    >>> print(first, second)
+    [0.] [1.]
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"steps must be an int, got {steps!r}")
+    if steps < 0:
+        raise ValueError(f"steps must be 0 or more, got {steps}")
+    if steps == 0:
+        return optax.identity()
+
+    def init(params) -> DelayState:
+        held = jax.tree.map(lambda x: jnp.zeros((steps, *jnp.shape(x)), jnp.result_type(x)), params)
+        return DelayState(held, jnp.int32(0))
+
+    def update(updates, state, params=None):
+        del params
+        position = state.position
+        late = jax.tree.map(lambda held, new: held[position].astype(new.dtype), state.held, updates)
+        held = jax.tree.map(lambda held, new: held.at[position].set(new.astype(held.dtype)), state.held, updates)
+        return late, DelayState(held, (position + 1) % steps)
+
+    return optax.GradientTransformation(init, update)
