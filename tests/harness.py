@@ -28,8 +28,16 @@ def stacked(per_worker):
     return tree_of([np.stack(leaves) for leaves in zip(*per_worker, strict=True)])
 
 
+def axes_of(mode):
+    """The axis names that a transform must be made with for a mode of `Runner`."""
+    return ("x", "y") if mode == "two axes" else "data"
+
+
 class Runner:
-    """Steps of a transform on `workers` devices; gradients, squares and updates are arrays (workers, ...)."""
+    """Steps of a transform on `workers` devices; gradients, squares and updates are arrays (workers, ...).
+
+    mode: "shard_map", "unchecked shard_map" (check_vma=False), "two axes" (the workers along two mesh axes) or "pmap".
+    """
 
     def __init__(self, tx, params, workers, mode="shard_map"):
         self.tx, self.workers, self.mode = tx, workers, mode
@@ -38,14 +46,17 @@ class Runner:
             self.start = jax.tree.map(lambda x: np.stack([x] * workers), state)
             self._step = jax.pmap(self._local, axis_name="data", devices=jax.devices()[:workers])
         else:
-            mesh = mesh_of(workers)
+            axes = axes_of(mode)
+            mesh = (
+                jax.make_mesh((2, workers // 2), axes, (AxisType.Auto,) * 2) if mode == "two axes" else mesh_of(workers)
+            )
             self.start = gcjax.place(state, mesh)
-            specs = (gcjax.state_specs(state), P("data"), P("data"))
+            specs = (gcjax.state_specs(state), P(axes), P(axes))
             sharded = jax.shard_map(
                 self._one_of_stack,
                 mesh=mesh,
                 in_specs=specs,
-                out_specs=((P("data"), P()), specs[0]),
+                out_specs=((P(axes), P()), specs[0]),
                 check_vma=mode != "unchecked shard_map",
             )
             self._step = jax.jit(sharded)

@@ -56,6 +56,12 @@ def test_a_bad_threshold_of_strom_compress_raises(threshold):
         gcjax.strom_compress(threshold)
 
 
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, float("nan")])
+def test_a_bad_density_of_top_k_compress_raises(density):
+    with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
+        gcjax.top_k_compress(density)
+
+
 def test_an_unknown_dtype_of_dense_compress_raises():
     with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', got 'int8'"):
         gcjax.dense_compress("int8")

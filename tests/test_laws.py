@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Runner, residuals, sample_gradients, stacked
+from harness import Runner, axes_of, residuals, sample_gradients, stacked
 from rows import SHAPES, SIZES, methods
 from wire import collectives
 
@@ -30,7 +30,7 @@ def _is_gradient_sized(collective):
 @functools.cache
 def _compiled(name, workers, mode):
     row = next(row for row in METHODS if row.name == name)
-    return Runner(row.make("data"), PARAMS, workers, mode)
+    return Runner(row.make(axes_of(mode)), PARAMS, workers, mode)
 
 
 def runner_of(row, workers=8, mode="shard_map"):
@@ -61,6 +61,7 @@ PLACES = [
     *(full(workers, "shard_map") for workers in (1, 2, 3)),
     *(full(workers, "pmap") for workers in (1, 2, 8)),
     full(3, "unchecked shard_map"),
+    full(8, "two axes"),
 ]
 
 
