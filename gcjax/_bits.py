@@ -57,6 +57,11 @@ def _lane_bits(mask):
     return jnp.where(mask, jnp.uint32(1) << jnp.arange(LANES, dtype=jnp.uint32), jnp.uint32(0))
 
 
+def to_unit(peak):
+    """A power of two that takes magnitudes up to `peak` below 4: sums of them, or of their squares, cannot overflow."""
+    return power_of_two(254 - jnp.clip(exponent(magnitude_bits(peak)), 1, 253))
+
+
 def words_for(size: int) -> int:
     """Length of the packed mask of `size` entries, a multiple of 32."""
     return -(-size // BLOCK) * (BLOCK // LANES)
@@ -111,13 +116,21 @@ def pack_planes(values, bits: int):
 
     Takes exactly `bits` bits a value (but for the tail), whatever `bits` is; one pass over the data.
     """
+    return pack_planes_of(lambda values: values, bits, values.astype(jnp.uint32))
 
-    def pack(rows):
-        zero = jnp.uint32(0)
-        planes = tuple(_lane_bits((rows >> b) & 1 != 0) for b in range(bits))
+
+def pack_planes_of(code, bits: int, *flats):
+    """`pack_planes(code(*flats), bits)` for a code of single entries, uint32. A division in it stays within the pass.
+
+    Done before, XLA would write its result out, because the ragged end needs it too.
+    """
+
+    def pack(*rows):
+        values, zero = code(*rows), jnp.uint32(0)
+        planes = tuple(_lane_bits((values >> b) & 1 != 0) for b in range(bits))
         return lax.reduce(planes, (zero,) * bits, lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True)), (1,))
 
-    return jnp.concatenate(by_rows(pack, values.astype(jnp.uint32)))
+    return jnp.concatenate(by_rows(pack, *flats))
 
 
 def unpack_planes(words, bits: int, size: int):

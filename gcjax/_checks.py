@@ -5,17 +5,30 @@ import math
 import jax
 
 
-def number(name: str, value, low: float, high: float = math.inf, *, low_included=False, why: str = "") -> None:
-    """Raise ValueError unless low < value <= high (low <= value with `low_included`) and value is finite."""
+def number(
+    name: str, value, low: float, high: float = math.inf, *, low_included=False, high_included=True, why: str = ""
+) -> None:
+    """Raise ValueError unless value is finite and in (low, high], or as `low_included` and `high_included` say."""
     if isinstance(value, jax.core.Tracer):
         return
     try:
         x = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a number, got {value!r}") from error
-    if not math.isfinite(x) or x > high or x < low or (x == low and not low_included):
-        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    above_low, below_high = x > low or (low_included and x == low), x < high or (high_included and x == high)
+    if not (math.isfinite(x) and above_low and below_high):
+        closed = high_included and not math.isinf(high)
+        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if closed else ')'}"
         raise ValueError(f"{name} must be in {interval}, got {value!r}{'; ' + why if why else ''}")
+
+
+def integer(name: str, value, low: int, high: float = math.inf, *, multiple: int = 1) -> None:
+    """Raise TypeError unless `value` is an int, ValueError unless low <= value <= high and it is such a multiple."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high or value % multiple:
+        interval = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {interval}{f' and a multiple of {multiple}' * (multiple > 1)}, got {value!r}")
 
 
 def choice(name: str, value, allowed: tuple) -> None:

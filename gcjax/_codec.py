@@ -173,3 +173,26 @@ def sign_code(step) -> Code:
         return value(sign_bit(x))
 
     return Code(0, 32, jnp.zeros_like, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)
+
+
+def class_mean_code() -> Code:
+    """Only the sign, standing for the mean of its sign class in the leaf, with a 31-bit index in one word (sign in bit
+    31). Scales are the means' bits: those of the leaves' positive classes, then those of the negative ones.
+
+    Source: Dryden, Jacobs, Moon, Van Essen, "Communication Quantization for Data-Parallel Training of Deep Neural
+    Networks", MLHPC 2016, the adaptive quantisation.
+    """
+
+    def encode(x, index, scale, key):
+        del scale, key
+        return sign_bit(x) | index.astype(jnp.uint32)
+
+    def decode(words, scale_of):
+        index = (words & jnp.uint32((1 << _SIGN_SHIFT) - 1)).astype(jnp.int32)
+        return index, bits_float(jnp.where(words >> _SIGN_SHIFT > 0, scale_of(index, which=1), scale_of(index)))
+
+    def nearest(x, scale):
+        del x
+        return bits_float(scale)
+
+    return Code(32, 32, lambda peak: peak, lambda scale: jnp.full(scale.shape, TINY), encode, decode, nearest)

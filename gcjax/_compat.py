@@ -7,7 +7,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config
+from jax._src import config, distributed
 
 
 def varying_axes(tree) -> frozenset:
@@ -84,3 +84,8 @@ def bind(eqn, values) -> list:
 def has_side_effects(eqn) -> bool:
     """Whether the equation must run though nobody reads it; naming a mapped axis is no such reason."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def shared_store():
+    """The key-value store that the processes of `jax.distributed` share; None where that was not initialised."""
+    return distributed.global_state.client

@@ -46,8 +46,9 @@ def info(opt_state) -> Info:
 
     Args:
       opt_state: any optax state holding a gcjax state: of `optax.chain`, a single transform, `TrainState.opt_state`; of
-        one worker or of all. States of several compressors (`optax.partition`) are added up. Its arrays are fetched, so
-        call this between steps, not inside `jax.jit`, and on a mesh of several processes on fully addressable arrays.
+        one worker or of all; on a mesh of several processes each sees the workers on its own devices. States of several
+        compressors (`optax.partition`) are added up. Its arrays are fetched, so call this between steps, not inside
+        `jax.jit`.
 
     Raises:
       ValueError: when there is no gcjax state in it.
@@ -60,7 +61,7 @@ def info(opt_state) -> Info:
         raise TypeError(
             "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
         )
-    reports = [jax.tree.map(np.ravel, s.report.value) for s in states]
+    reports = [jax.tree.map(lambda x: np.concatenate([np.ravel(p) for p in _parts(x)]), s.report.value) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
     workers = int(reports[0].workers[0])
@@ -86,10 +87,24 @@ def _is_compress_state(node) -> bool:
     return isinstance(node, CompressState)
 
 
+def _parts(x) -> list:
+    """`x`, or of an array that is spread over several processes what this one holds, in the order of the workers."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return [x]
+    held = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return [held[start] for start in sorted(held)]
+
+
 def _residual_norms(state: CompressState) -> np.ndarray:
     """2-norm of each worker's residual; the workers' leaves stand one after the other."""
-    workers = state.report.value.skipped.size
-    buckets = [_bucket_norms(bucket, workers) for bucket in state.buckets.value]
+    workers = sum(part.size for part in _parts(state.report.value.skipped))
+
+    def norms(bucket):
+        leaves, treedef = jax.tree.flatten(bucket)
+        parts = [treedef.unflatten(part) for part in zip(*map(_parts, leaves), strict=True)] or [bucket]
+        return np.concatenate([_bucket_norms(part, workers // len(parts)) for part in parts])
+
+    buckets = [norms(bucket) for bucket in state.buckets.value]
     return np.linalg.norm(np.asarray(buckets, np.float64).reshape(-1, workers), axis=0)
 
 

@@ -139,14 +139,18 @@ def flatten(layout: Layout, tree: PyTree) -> list[jax.Array]:
 
 
 def _flatten_bucket(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
-    parts = [leaves[s.leaf][s.begin : s.begin + s.size] for s in bucket.segments]
-    if len(parts) == 1:
-        return parts[0]
+    return join(bucket.size, [(s.offset, leaves[s.leaf][s.begin : s.begin + s.size]) for s in bucket.segments])
+
+
+def join(size: int, parts: list[tuple[int, jax.Array]]) -> jax.Array:
+    """float32[size] from flat parts and the places where they begin, zero in between."""
+    if len(parts) == 1 and len(parts[0][1]) == size:
+        return parts[0][1]
     # The largest goes first: XLA turns the first write into a padding and fuses that with what made the part, so that a
     # small part's sum would be redone for every entry of the bucket.
-    flat = jnp.zeros(bucket.size)
-    for s, part in sorted(zip(bucket.segments, parts, strict=True), key=lambda pair: -pair[0].size):
-        flat = flat.at[s.offset : s.offset + s.size].set(part)
+    flat = jnp.zeros(size)
+    for offset, part in sorted(parts, key=lambda pair: -len(pair[1])):
+        flat = flat.at[offset : offset + len(part)].set(part)
     return flat
 
 

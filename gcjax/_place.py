@@ -101,7 +101,11 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
         if not _is_per_worker(node):
             return jnp.copy(node)
         workers = math.prod(mesh.shape[axis] for axis in node.axes)
-        return PerWorker(jax.tree.map(lambda x: jnp.concatenate([x] * workers), node.value), node.axes)
+
+        def repeated(x):  # not a concatenation: every device would make all parts and then exchange them
+            return jnp.broadcast_to(x, (workers, *x.shape)).reshape(workers * x.shape[0], *x.shape[1:])
+
+        return PerWorker(jax.tree.map(repeated, node.value), node.axes)
 
     def sharding(node):
         if _is_per_worker(node) and not set(node.axes) <= set(mesh.shape):

@@ -23,8 +23,23 @@ def step_key(key, step, bucket, rank=None) -> Array:
 
 def hash_bits(key, position) -> Array:
     """uint32 random bits of the shape of `position` (non-negative integers), one for each."""
-    offset, mask = jax.random.bits(key, (2,))
+    return hash_words(seed_words(key), position)
+
+
+def seed_words(key) -> Array:
+    """uint32[2], the two words that stand for a key in `hash_words`, short enough to be sent."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def hash_words(words, position) -> Array:
+    """As `hash_bits`, from the two words."""
+    offset, mask = words
     return _mix(_mix(position.astype(jnp.uint32) + offset) ^ mask)
+
+
+def quick_bits(offset, position) -> Array:
+    """As `hash_bits`, from one word and by half the work; the bits of another offset are the same ones, moved on."""
+    return _mix(position.astype(jnp.uint32) + offset)
 
 
 def _mix(x):

@@ -118,7 +118,8 @@ def _lowest(words, count):
 def sampled(x, groups: Groups, count: int, step):
     """Up to `count` entries of each group (all of a smaller one): float32[groups, count], 0 where there are none.
 
-    They stand one in each of `count` equal stretches, at a place that changes with `step` (int32) by a hash.
+    They stand one in each of `count` equal stretches, at a place that changes with `step` (int32) by a hash. Not for
+    groups of several leaves, which have padding inside.
     """
     width = min(count, max(groups.sizes))
     begins = np.asarray([begin * 32 for begin, _ in groups.ranges], np.int32)[:, None]

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax import _checks
+from gcjax._agree import check_agreement
 from gcjax._compat import constrain
 from gcjax._exchange import AxisNames, axis_tuple, worker_index
 from gcjax._layout import path_name
@@ -86,6 +87,7 @@ class TrainStep:
         self._moments, self._accumulate = moments, accumulate
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
+        self._agreed: set = set()  # shapes with which all processes were found to run the same program
         # CPU devices of one process share a thread pool. With several steps in flight their collectives can take all of
         # its threads while some device has not begun, and wait for ever: so there, one step at a time.
         self._one_pool = mesh.local_mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -99,6 +101,8 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         self._check_batch(batch)
+        if jax.process_count() > 1:
+            self._check_agreement(state, batch)
         if self._one_pool:
             jax.block_until_ready(state)
         return self._jitted(state, batch)
@@ -116,6 +120,16 @@ class TrainStep:
                     f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
                     f"multiple of {parts} = {self._workers} workers * accumulate={self._accumulate}"
                 )
+
+    def _check_agreement(self, state, batch) -> None:
+        """Before anything runs: whether all processes run the same program, and start from the same state."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        seen = (jax.tree.structure((state, shapes)), *jax.tree.leaves(shapes))
+        if seen not in self._agreed:
+            start = {} if self._agreed else {"state": state}
+            # The call that follows uses this trace and lowering again.
+            check_agreement(self._mesh, batch=shapes, **start, program=self._jitted.lower(state, batch))
+            self._agreed.add(seen)
 
     def _global_step(self, state: TrainState, batch):
         over_workers = PartitionSpec(self._axes)

@@ -1,6 +1,7 @@
 """Runs a transform over real devices: shard_map or pmap, one worker or eight."""
 
 import copy
+import dataclasses
 import functools
 
 import jax
@@ -95,10 +96,50 @@ class Runner:
         return self._compiled[0]
 
 
+def draws(tx, gradient, steps):
+    """The updates of one worker with the same gradient in every step, (steps, *shape)."""
+
+    def step(state, _):
+        updates, state = tx.update(gradient, state)
+        return state, updates
+
+    return np.asarray(jax.lax.scan(step, tx.init(gradient), length=steps)[1])
+
+
+def messages(tx, gradients, monkeypatch):
+    """What a single worker gives to be gathered, added up or swapped, a list of numpy arrays; and the step's info."""
+    alone, given = gcjax._exchange.comm_over(()), []
+
+    def listening(collective):
+        def call(x):
+            given.append(x)
+            return collective(x)
+
+        return call
+
+    names = ("gather", "sum", "swap")
+    listened = {name: listening(getattr(alone, name)) for name in names}
+    comm = dataclasses.replace(alone, metered=lambda: comm, **listened)  # of a sparse exchange: one capacity only
+
+    def update(gradients):
+        given.clear()
+        state = tx.update(gradients, tx.init(gradients))[1]
+        return tuple(given), state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcjax._transform, "comm_over", lambda axes: comm)
+        payloads, state = jax.jit(update)(gradients)
+    return [np.asarray(x) for x in payloads], gcjax.info(state)
+
+
+def compress_state(state):
+    """The first compressor's state within that of a transform."""
+    return next(s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s))
+
+
 def residuals(state, workers, sizes):
     """Every worker's residual as a list of leaves: from the state of the first compressor found."""
-    found = next(s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s))
-    local = jax.tree.map(lambda x: np.asarray(x).reshape(workers, -1), found.buckets.value)
+    local = jax.tree.map(lambda x: np.asarray(x).reshape(workers, -1), compress_state(state).buckets.value)
     result = []
     for w in range(workers):
         flats = [np.asarray(_released(bucket, w).residual) for bucket in local]

@@ -34,6 +34,11 @@ def hash_bits(words, positions):
     return _mix(_mix(x) ^ np.uint32(words[1]))
 
 
+def quick_bits(offset, positions):
+    """What `gcjax._random.quick_bits` gives."""
+    return _mix(np.asarray(positions, np.uint32) + np.uint32(offset))
+
+
 def _mix(x):
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)

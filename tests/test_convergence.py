@@ -17,6 +17,9 @@ SHAPES = {"matrix": (12, 9), "kernel": (3, 5, 8), "vector": (33,), "scalar": ()}
 # By design: a vote ends at the entrywise median of what the workers want, and moves by steps of the learning rate.
 STALLS = {"sign_vote_compress", "signum_compress"}
 
+# Unbiased, but of so much variance that it takes this many times the steps to average it out.
+LONGER = {"terngrad_compress": 16}
+
 
 def problem(seed=0):
     """Worker w has the loss sum h_w (x - c_w)^2 / 2. Returns curvatures, centres and the optimum of the mean loss."""
@@ -58,7 +61,7 @@ def decaying(t):
 
 @pytest.mark.parametrize("name", sorted(chains()))
 def test_the_recommended_chain_reaches_the_common_optimum_of_workers_that_disagree(name):
-    distance = distance_after_training(chains()[name]("data", decaying))
+    distance = distance_after_training(chains()[name]("data", decaying), STEPS * LONGER.get(name, 1))
     if name in STALLS:
         assert distance > 0.1
     else:

@@ -12,11 +12,11 @@ LAYERS = [
     {"_types", "_compat", "_checks"},
     {"_bits", "_moments", "_random"},
     {"_compact", "_layout"},
-    {"_codec", "_groups"},
+    {"_codec", "_groups", "_matrices"},
     {"_sparse", "_select"},
     {"_exchange", "_feedback"},
     {"_transform"},
-    {"_delay", "_info", "_place", "methods"},
+    {"_agree", "_delay", "_info", "_place", "methods"},
     {"_train"},
     {"__init__"},
     {"flax"},  # helpers for Flax models, imported by users only

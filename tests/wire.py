@@ -9,24 +9,23 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 
 class Collective(NamedTuple):
-    """kind, dtype and elements of the result; ring_bytes: what a worker sends; in_branch: inside a conditional."""
+    """kind, dtype and elements of the result; ring_bytes: what a worker sends; branch: of a conditional, "" outside."""
 
     kind: str
     dtype: str
     elements: int
     ring_bytes: float
-    in_branch: bool
+    branch: str
 
 
 def collectives(text: str, workers: int) -> list[Collective]:
     """All collectives of an HLO module. Raises on a kind whose bytes are not known here."""
     found = []
-    entry = False
+    branch = ""
     for line in text.splitlines():
-        if line.startswith("ENTRY"):
-            entry = True
-        elif line.startswith("}"):
-            entry = False
+        if line.startswith(("%", "ENTRY")):  # a computation begins
+            branch = "" if line.startswith("ENTRY") else line.split()[0]
+        line = re.sub(r"/\*.*?\*/", "", line)  # long tuples have their indices in comments
         match = re.search(rf"= (\(?[a-z0-9]+\[[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", line)
         if not match:
             continue
@@ -43,5 +42,5 @@ def collectives(text: str, workers: int) -> list[Collective]:
                 ring = size * (workers - 1) / workers
             else:
                 raise ValueError(f"no rule for {kind}: {line}")
-            found.append(Collective(kind, dtype, elements, ring, not entry))
+            found.append(Collective(kind, dtype, elements, ring, branch))
     return found

@@ -1,0 +1,177 @@
+"""Majority vote of signs, one bit an entry each way: signSGD, and Signum, which votes on each worker's momentum.
+
+**Source.** Jeremy Bernstein, Yu-Xiang Wang, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD: Compressed Optimisation
+for Non-Convex Problems", ICML 2018, arXiv 1802.04434; Jeremy Bernstein, Jiawei Zhao, Kamyar Azizzadenesheli, Anima
+Anandkumar, "signSGD with Majority Vote is Communication Efficient And Fault Tolerant", ICLR 2019, arXiv 1810.05291,
+algorithm 1.
+
+**Wire format.** Per worker and bucket, first a uint32 vector to every worker: its share of the mask words of the signs,
+1 for negative, entry i in bit i % 32 of word i // 32; worker w counts the votes for the w-th share. Then, from every
+worker to all, the majority for its share in the same form.
+
+**Deviations.** The workers share the paper's server among them, so that no link carries more than two bits an entry,
+however many they are. A bit has no third value: a zero is sent as plus, and a tie is plus, where the paper's sign(0) is
+0. The learning rate and the decoupled weight decay stand after the vote in the chain.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gcjax import _checks
+from gcjax._bits import pack_mask, unpack_mask
+from gcjax._layout import Bucket
+from gcjax._transform import compress
+from gcjax._types import Array, Comm, Compressor, sent_whole
+
+_UNROLLED = 16  # votes added in one pass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VoteState:
+    """Nothing is kept. bucket: where the leaves lie, static."""
+
+    bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+    @property
+    def residual(self) -> Array:
+        """float32[n], zero: what a vote does not carry is given up."""
+        return jnp.zeros(self.bucket.size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SignumState:
+    """State of one worker and bucket of n entries.
+
+    momentum: float32[n], m, this worker's own.  bucket: where the leaves lie, static.
+    """
+
+    momentum: Array
+    bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+    @property
+    def residual(self) -> Array:
+        """float32[n], zero: the momentum does not wait to be sent, and what a vote does not carry is given up."""
+        return jnp.zeros(self.bucket.size)
+
+
+def sign_vote_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+    r"""Every worker votes on the sign of each entry; the update is the sign with most votes.
+
+    .. math::
+        V = \sum_w \mathrm{sign}(g_w), \qquad \text{update} = \mathrm{sign}(V) \in \{-1, +1\}
+
+    A zero votes plus, and a tie is plus. An entry whose gradient is always zero therefore moves by a learning rate a
+    step: keep parameters that few batches touch, such as rows of embeddings, out of it with `optax.partition`.
+
+    Costs no state; 1 bit per parameter each way, whatever the number of workers. Every entry moves by exactly the
+    learning rate, which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) took 5e-5 for images
+    and 1e-5 for language where SGD had 0.1 and 1.25. Learning rate and weight decay come after it:
+    `optax.chain(gcjax.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping has no effect.
+
+    Args:
+      axis_name, inner_axis_name: as in `gcjax.compress`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    **Randomness**: none. **Bias**: biased, and nothing makes up for it: where the workers disagree it ends at the
+    entrywise median of what they want, where gradients are noisy and skewed it may not descend at all;
+    `gcjax.ef_sign_compress` does. A minority of workers, whatever it sends, cannot turn entries on which the others
+    agree. **Non-finite input**: the update is NaN on all workers.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.sign_vote_compress()
+    >>> updates, _ = tx.update(jnp.array([3.0, -0.1, 0.0]), tx.init(jnp.zeros(3)))
+    >>> print(updates)
+    [ 1. -1.  1.]
+    """
+
+    def update(gradient, sum_grad_squared, state, comm, ok):
+        del sum_grad_squared
+        return _vote(gradient, comm, ok), state, _report(state.bucket)
+
+    return compress(Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+
+
+def signum_compress(momentum=0.9, *, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+    r"""Every worker votes with the sign of its own momentum; the update is the sign with most votes.
+
+    .. math::
+        m_w \leftarrow \beta m_w + (1 - \beta) g_w, \qquad \text{update} = \mathrm{sign} \sum_w \mathrm{sign}(m_w)
+
+    Costs a float32 per parameter in state; 1 bit per parameter each way, whatever the number of workers. Zeros, ties
+    and the small learning rate are as in `gcjax.sign_vote_compress`, which this is with a momentum of 0. The momentum
+    stands before the vote, so use none after it: `optax.chain(gcjax.signum_compress(0.9),
+    optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
+
+    Args:
+      momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
+      axis_name, inner_axis_name: as in `gcjax.compress`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      ValueError: for a momentum out of range.
+
+    **Randomness**: none. **Bias**: as `gcjax.sign_vote_compress`. **Non-finite input**: the update is NaN on all
+    workers and every worker's momentum stays as it was.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.signum_compress(momentum=0.5)
+    >>> first, state = tx.update(jnp.array([4.0, -4.0]), tx.init(jnp.zeros(2)))  # m: 2, -2
+    >>> second, state = tx.update(jnp.array([-1.0, 3.0]), state)  # m: 0.5, 0.5
+    >>> print(first, second)
+    [ 1. -1.] [1. 1.]
+    """
+    _checks.number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
+
+    def init(bucket: Bucket) -> SignumState:
+        return SignumState(jnp.zeros(bucket.size), bucket)
+
+    def update(gradient, sum_grad_squared, state, comm, ok):
+        del sum_grad_squared
+        m = jnp.where(ok, momentum * state.momentum + (1 - momentum) * gradient, state.momentum)
+        return _vote(m, comm, ok), SignumState(m, state.bucket), _report(state.bucket)
+
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+
+
+def _report(bucket: Bucket):
+    return sent_whole(bucket.entries, bucket.entries)
+
+
+def _vote(x, comm: Comm, ok) -> Array:
+    """The sign, +1 or -1, that most workers' entries have: float32[n], NaN unless `ok`."""
+    words = pack_mask(x < 0)
+    share = -(-len(words) // comm.size)
+    shares = jnp.pad(words, (0, share * comm.size - len(words))).reshape(comm.size, share)
+    voted = comm.gather(_majority(comm.swap(shares))).reshape(-1)[: len(words)]
+    return jnp.where(ok, jnp.where(unpack_mask(voted, len(x)), -1.0, 1.0), jnp.nan)
+
+
+def _majority(votes) -> Array:
+    """uint32[p, m] -> uint32[m], in each bit whether more than half of the p words have it set.
+
+    The counts of all 32 bits of a word are kept at once, bit k of each in one word; they begin so far below a power of
+    two that they reach it with the vote that makes a majority.
+    """
+    workers = len(votes)
+    top = (workers // 2).bit_length()
+    start = (1 << top) - (workers // 2 + 1)
+    zero = votes[0] & 0  # of the votes' type: a scan's carry must keep it
+    planes = tuple(~zero if start >> k & 1 else zero for k in range(top + 1))
+
+    def add(planes, carry):
+        total = []
+        for plane in planes:
+            total.append(plane ^ carry)
+            carry = plane & carry
+        return tuple(total), None
+
+    return jax.lax.scan(add, planes, votes, unroll=min(workers, _UNROLLED))[0][top]

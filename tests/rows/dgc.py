@@ -1,0 +1,97 @@
+"""Rows and oracle of dgc_compress."""
+
+import numpy as np
+import optax
+from oracle import F, first_that_fit, largest, split
+
+import gcjax
+from rows import Row
+
+
+class DGCOracle:
+    """densities(step) -> the density of that step."""
+
+    def __init__(self, workers, sizes, densities, momentum, nesterov=False, dense_below=0, capacity=None):
+        self.sizes, self.densities, self.m = sizes, densities, F(momentum)
+        self.nesterov, self.capacity = nesterov, capacity
+        self.small = np.concatenate([np.full(n, n < dense_below) for n in sizes])
+        self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
+        self.v = [np.zeros(sum(sizes), F) for _ in range(workers)]
+        self.dense_momentum = np.zeros(sum(sizes), F)  # of the mean gradient, as the authors have it
+        self.steps, self.first_word = 0, [0] * workers
+
+    def step(self, gradients, squares):
+        del squares
+        flat = [np.concatenate([np.ravel(leaf) for leaf in leaves]) for leaves in gradients]
+        mean, counts = np.zeros(sum(self.sizes), F), []
+        dense = int(self.small.sum())
+        k = max(1, int(self.densities(self.steps) * (len(mean) - dense)))
+        for w, g in enumerate(flat):
+            u, v = self.u[w], self.v[w]
+            for i in np.flatnonzero(~self.small):
+                if self.nesterov:
+                    u[i] = self.m * (u[i] + g[i])
+                    v[i] = v[i] + u[i] + g[i]
+                else:
+                    u[i] = self.m * u[i] + g[i]
+                    v[i] = v[i] + u[i]
+            chosen = sent = largest(np.abs(v), k)
+            if self.capacity is not None:
+                sent, self.first_word[w] = first_that_fit(chosen, self.sizes, self.capacity, self.first_word[w])
+            for i in sent:
+                mean[i] += v[i] / F(len(flat))
+                u[i] = v[i] = 0
+            counts.append((len(chosen) + dense, len(sent) + dense, 0, len(chosen) - len(sent)))
+        self.steps += 1
+        for i in np.flatnonzero(self.small):
+            g = F(np.mean([worker[i] for worker in flat], dtype=np.float64))
+            self.dense_momentum[i] = self.m * self.dense_momentum[i] + g
+            mean[i] = g + self.m * self.dense_momentum[i] if self.nesterov else self.dense_momentum[i]
+        return split(mean, self.sizes), counts
+
+
+def dgc(name, density, momentum, *, densities=None, ladder=(), capacity=None, wire=(), **options):
+    def make(axis_name=None, **more):
+        if ladder:  # keeps its own: in a smaller one 1e38 waits until, with momentum, it leaves float32's range
+            more.pop("capacity", None)
+        settings = {"momentum": momentum, "capacity": capacity, "axis_name": axis_name, "dense_below": 0}
+        return gcjax.dgc_compress(density, **(settings | options | more))
+
+    def make_oracle(workers, sizes):
+        shared = {key: options[key] for key in ("nesterov", "dense_below") if key in options}
+        return DGCOracle(workers, sizes, densities or (lambda step: density), momentum, capacity=capacity, **shared)
+
+    return Row(
+        f"dgc-{name}",
+        "dgc_compress",
+        make,
+        make_oracle,
+        conserves=momentum == 0,
+        ladder=ladder,
+        wire=frozenset({"u32", "s32", *wire}),
+    )
+
+
+ROWS = [
+    dgc("small-leaves", 0.05, 0.5, dense_below=100, wire=("f32",)),
+    # Two stages of two steps: 213 and 53 of the 854 entries, then 17.
+    dgc(
+        "nesterov-warm-up",
+        0.02,
+        0.5,
+        densities=lambda step: (0.25, 0.25, 0.0625, 0.0625, 0.02, 0.02)[step],
+        ladder=(32, 64, 224),
+        nesterov=True,
+        warmup_steps=4,
+    ),
+    dgc("overflow", 0.1, 0.0, capacity=64),
+]
+
+
+def chain(axis_name, learning_rate):
+    # With masking, workers that disagree end elsewhere: tests/test_dgc.py.
+    options = {"momentum": 0.5, "masking": False, "warmup_steps": 20, "dense_below": 40}
+    return optax.chain(gcjax.dgc_compress(0.1, axis_name=axis_name, **options), optax.sgd(learning_rate))
+
+
+CHAINS = {"dgc_compress": chain}

@@ -1,0 +1,172 @@
+"""DeMo's own claims: the transform, energy in few coefficients, fixed bytes, words by hand; what the decay costs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.fft
+from harness import Runner
+from test_convergence import decaying, distance_after_training
+
+import gcjax
+import gcjax._exchange
+import gcjax._transform
+from gcjax._layout import layout_of
+from gcjax.methods import demo
+
+RNG = np.random.default_rng(0)
+
+
+def stepped(tx, gradients):
+    """The updates of some steps on one worker, and the state after them."""
+    state, step, updates = tx.init(gradients[0]), jax.jit(tx.update), []
+    for g in gradients:
+        update, state = step(g, state)
+        updates.append(np.asarray(update))
+    return updates, state
+
+
+def bucket_of(*shapes):
+    return layout_of([jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]).buckets[0]
+
+
+def cut(shape, chunk=64):
+    """(grid, chunk) of a leaf."""
+    ((found,),) = demo._cut(bucket_of(shape), chunk).values()
+    return found.grid, found.chunk
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (7,), (64,), (64, 64), (5, 3, 4), (90, 100)])
+def test_coefficients_are_those_of_scipy_but_for_a_power_of_two_and_the_inverse_gives_the_entries_back(shape):
+    bucket = bucket_of(shape)
+    x = RNG.normal(size=bucket.size).astype(np.float32)
+    (coefficients,) = demo._coefficients(jnp.asarray(x), bucket, 64)
+    (down, across), (height, width) = cut(shape)
+    chunks = x.reshape(down, height, across, width).swapaxes(1, 2)
+    truth = scipy.fft.dctn(chunks.astype(np.float64), type=2, norm="ortho", axes=(2, 3)).swapaxes(2, 3).reshape(-1)
+    unit = demo._cosines(height)[1] * demo._cosines(width)[1]
+    assert np.frexp(unit)[0] == 0.5
+    np.testing.assert_allclose(unit * np.asarray(coefficients), truth, atol=2e-6 * np.abs(truth).max())
+    np.testing.assert_allclose(demo._entries([coefficients], bucket, 64), x, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 64, 255, 256])
+def test_no_coefficient_is_larger_than_the_largest_entry(n):
+    matrix, unit = demo._cosines(n)
+    assert 0.5 < np.abs(matrix).sum(1).max() / unit < 1 + 1e-9
+
+
+def test_axes_are_cut_into_the_fewest_equal_chunks_and_long_vectors_into_rows():
+    assert cut((768, 3072)) == ((12, 48), (64, 64))
+    assert cut((300, 97)) == ((5, 2), (60, 49))  # the divisors nearest to 64 are 60 and 1
+    assert cut((50257, 8)) == ((786, 1), (64, 8))
+    assert cut((3, 3, 16, 32)) == ((3, 1), (48, 32))
+    assert cut((96,)) == ((1, 2), (1, 48))
+    assert cut((4096,)) == ((1, 64), (1, 64))
+    assert cut((4097,)) == ((2, 1), (33, 64))
+    assert cut((100, 3), chunk=1) == ((100, 3), (1, 1))
+
+
+@pytest.mark.parametrize(("size", "k"), [(4096, 32), (4032, 32), (3599, 8), (47, 32), (20, 32), (512, 32), (64, 1)])
+def test_the_largest_of_each_row_are_found_exactly(size, k):
+    x = RNG.integers(-40, 41, (9, size)).astype(np.float32)  # with many ties
+    x[0], x[1] = 0, 7
+    places = np.asarray(demo._largest(jnp.asarray(x), k))
+    assert places.shape == (9, min(k, size))
+    for row, found in zip(x, places, strict=True):
+        assert len(set(found.tolist())) == len(found)
+        np.testing.assert_array_equal(np.sort(np.abs(row[found])), np.sort(np.abs(row))[-len(found) :])
+
+
+def test_sum_and_decay_worked_by_hand():
+    # Of two entries the coefficients are sum and difference over sqrt(2). What is left of (3, 1) is its difference.
+    (first, second, third), state = stepped(
+        gcjax.demo_compress(top_k=1, decay=0.5), [jnp.array([3.0, 1.0]), jnp.zeros(2), jnp.zeros(2)]
+    )
+    np.testing.assert_allclose(first, [2, 2], rtol=1e-6)
+    np.testing.assert_allclose(second, [0.5, -0.5], rtol=1e-6)
+    np.testing.assert_array_equal(third, [0, 0])
+    assert gcjax.info(state).residual_norm == 0
+
+
+def test_words_by_hand(monkeypatch):
+    sent = []
+    alone = gcjax._exchange.comm_over(())
+    spy = dataclasses.replace(alone, gather=lambda x: (sent.append(np.asarray(x)), alone.gather(x))[1])
+    monkeypatch.setattr(gcjax._transform, "comm_over", lambda axes: spy)
+    g = {"pairs": jnp.array([3.0, 1.0, 1.0, -4.0]), "scalar": jnp.float32(-7.0)}
+    tx = gcjax.demo_compress(top_k=1, chunk=2)
+    _, state = tx.update(g, tx.init(g))
+    (words,) = sent
+    # The chunk of one entry first: place 0. Then the sum of the first pair, place 0, and the difference of the second.
+    assert words[:2].tolist() == [0, 1]
+    np.testing.assert_allclose(words[2:].view(np.float32), [-7, 4 / 2**0.5 / 2, 5 / 2**0.5 / 2], rtol=1e-6)
+    assert gcjax.info(state).payload_bits == 3 * 48
+    assert gcjax.info(state).sent == 3
+
+
+def test_a_smooth_gradient_is_sent_nearly_whole_and_noise_hardly():
+    at = np.linspace(-1, 1, 128, dtype=np.float32)
+    smooth = np.exp(-3 * (at[:, None] - 0.3) ** 2) * np.sin(4 * at + 1)
+    noise = RNG.normal(size=(128, 128)).astype(np.float32)
+
+    def share_left(g):
+        _, state = stepped(gcjax.demo_compress(), [jnp.asarray(g)])
+        assert gcjax.info(state).sent == 4 * 32
+        return float(gcjax.info(state).residual_norm[0] ** 2 / np.sum(g**2))
+
+    assert share_left(smooth) < 1e-3
+    assert 0.85 < share_left(noise) <= 1 - 32 / 4096
+
+
+def test_the_message_is_of_one_size_whatever_the_gradient():
+    params = {"matrix": np.zeros((130, 70)), "vector": np.zeros(100)}  # chunks of 44 x 35 and of 50 entries
+    runner = Runner(gcjax.demo_compress(axis_name="data"), params, 4)
+    coefficients = 6 * 32 + 2 * 32
+    for g in (RNG.normal(size=(4, 130, 70)), np.zeros((4, 130, 70))):
+        runner.step({"matrix": g.astype(np.float32), "vector": np.ones((4, 100), np.float32)})
+        info = gcjax.info(runner.state)
+        assert info.payload_bits.tolist() == [48 * coefficients] * 4
+        assert info.wire_bytes == 3 * 6 * coefficients + 2 * 3 / 4 * 4  # 4 bytes are the check for NaN
+
+
+def test_each_coefficient_is_averaged_over_all_workers_not_only_those_that_sent_it():
+    tx = gcjax.demo_compress(top_k=1, axis_name="data")
+    gradients = np.array([[4.0, 4.0], [1.0, -1.0], [2.0, 2.0], [0.0, 0.0]], np.float32)
+    update = Runner(tx, {"x": gradients[0]}, 4).step({"x": gradients})["x"][0]
+    np.testing.assert_allclose(update, [1.75, 1.25], rtol=1e-6)
+
+
+def test_entries_near_the_end_of_the_range_do_not_overflow():
+    (update,), state = stepped(gcjax.demo_compress(), [jnp.full((64, 64), 1e38)])
+    np.testing.assert_allclose(update, 1e38, rtol=1e-5)
+    assert np.isfinite(gcjax.info(state).residual_norm).all()
+
+
+def test_with_the_sign_it_ends_within_a_few_learning_rates_of_the_optimum_and_without_memory_it_stalls():
+    def distance(*end, **options):
+        tx = gcjax.demo_compress(top_k=4, chunk=8, axis_name="data", **options)
+        return distance_after_training(optax.chain(tx, *end, optax.scale_by_learning_rate(decaying)), 500)
+
+    assert distance() < 0.05
+    assert distance(optax.scale_by_sign()) < 0.1  # the last rate is 0.008
+    assert distance(decay=0.0) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+        ({"top_k": 0.01}, TypeError, "top_k must be an int, got 0.01"),
+        ({"chunk": 0}, ValueError, "chunk must be from 1 to 256, got 0"),
+        ({"chunk": 257}, ValueError, "chunk.*257"),
+        ({"decay": 1.001}, ValueError, r"decay must be in \[0, 1\], got 1.001"),
+        ({"decay": -0.1}, ValueError, "decay.*-0.1"),
+    ],
+)
+def test_bad_options_raise(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.demo_compress(**options)

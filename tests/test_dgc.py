@@ -1,0 +1,253 @@
+"""Deep Gradient Compression's own claims: its recurrences by hand, clipping, warm-up, small leaves, and masking."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import Runner, messages, residuals, sample_gradients, stacked, tree_of
+from test_convergence import decaying, distance_after_training
+
+import gcjax
+
+N = 100_000
+
+
+def run(tx, gradients):
+    """The updates of one worker, and the state behind them."""
+    step, state, updates = jax.jit(tx.update), tx.init(gradients[0]), []
+    for gradient in gradients:
+        update, state = step(gradient, state)
+        updates.append(np.asarray(update))
+    return updates, state
+
+
+def dgc_of(state):
+    return state.buckets.value[0]
+
+
+def test_five_steps_worked_by_hand():
+    trace = [
+        # g, what is sent                  u and v before that
+        ([4, 2, 1], [4, 0, 0]),  #         4, 2, 1            4, 2, 1
+        ([1, 1, 1], [0, 4, 0]),  #         1, 2, 1.5          1, 4, 2.5
+        ([1, 1, 1], [0, 0, 4.25]),  #      1.5, 1, 1.75       2.5, 1, 4.25
+        ([0, -4, 1], [3.25, 0, 0]),  #     0.75, -3.5, 1      3.25, -2.5, 1
+        ([0, 0, 0], [0, -4.25, 0]),  #     0, -1.75, 0.5      0, -4.25, 1.5
+    ]
+    tx = gcjax.dgc_compress(0.34, momentum=0.5, dense_below=0)
+    updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
+    np.testing.assert_array_equal(updates, [sent for _, sent in trace])
+    u, v = dgc_of(state).after_reset()
+    np.testing.assert_array_equal(u, [0, 0, 0.5])
+    np.testing.assert_array_equal(v, [0, 0, 1.5])
+
+
+def test_three_steps_with_nesterov_momentum_worked_by_hand():
+    trace = [
+        # g, what is sent        u and v before that
+        ([4, 2], [6, 0]),  #     2, 1        6, 3
+        ([1, 1], [0, 5]),  #     0.5, 1      1.5, 5
+        ([1, 1], [3.25, 0]),  #  0.75, 0.5   3.25, 1.5
+    ]
+    tx = gcjax.dgc_compress(0.5, momentum=0.5, nesterov=True, dense_below=0)
+    updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
+    np.testing.assert_array_equal(updates, [sent for _, sent in trace])
+    np.testing.assert_array_equal(dgc_of(state).residual, [0, 1.5])
+
+
+def test_without_masking_an_entry_is_driven_on_after_it_was_sent():
+    gradients = [jnp.array([g]) for g in (1.0, 0.0, 0.0)]
+    masked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, dense_below=0), gradients)
+    unmasked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, masking=False, dense_below=0), gradients)
+    assert np.ravel(masked).tolist() == [1, 0, 0]
+    assert np.ravel(unmasked).tolist() == [1, 0.5, 0.25]
+
+
+def test_a_message_worked_by_hand(monkeypatch):
+    g = {"bias": jnp.array([0.5, -0.25]), "matrix": jnp.array([[1.0, -8.0], [0.0, 2.0]])}
+    given, info = messages(gcjax.dgc_compress(0.5, dense_below=3), g, monkeypatch)
+    (payload,) = given  # the mean of the small leaf is not listened to
+    assert len(payload) == 1 + 32 + 32
+    assert payload[[0, 1, 2]].tolist() == [2, 33, 35]  # the matrix begins at entry 32
+    assert [hex(w) for w in payload[[33, 34]]] == ["0xc1000000", "0x40000000"]  # -8 and 2
+    assert (info.selected[0], info.sent[0], info.capacity) == (4, 4, 34)
+    assert info.payload_bits == 32 + 2 * 64 + 2 * 32
+
+
+def test_clipping_worked_by_hand_with_four_workers():
+    # Each worker's whole gradient, a dense and a compressed leaf, comes to a norm of at most 5 / sqrt(4).
+    gradients = {
+        "a": np.array([[3.0], [0.3], [0.0], [0.0]], np.float32),
+        "b": np.array([[0.0, 4.0], [0.0, 0.4], [0.0, 0.0], [-10.0, 0.0]], np.float32),
+    }
+    tx = gcjax.dgc_compress(1.0, momentum=0.0, clip_norm=5.0, dense_below=2, axis_name="data")
+    update = Runner(tx, {"a": np.zeros(1, np.float32), "b": np.zeros(2, np.float32)}, 4).step(gradients)
+    np.testing.assert_allclose(update["a"][0], [(1.5 + 0.3) / 4], rtol=1e-6)
+    np.testing.assert_allclose(update["b"][0], [-2.5 / 4, (2.0 + 0.4) / 4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e38, 1e-36])
+def test_clipping_reaches_to_the_ends_of_float32(size):
+    tx = gcjax.dgc_compress(1.0, clip_norm=size, dense_below=0)
+    updates, _ = run(tx, [jnp.array([3.0, 4.0, -3.0]) * jnp.float32(size / 2)])
+    np.testing.assert_allclose(updates[0] / np.float32(size), np.array([3.0, 4.0, -3.0]) / np.sqrt(34), rtol=1e-6)
+
+
+def test_the_warm_up_has_the_densities_of_the_paper():
+    tx = gcjax.dgc_compress(0.001, warmup_steps=8)
+    g = jax.random.normal(jax.random.key(0), (N,))
+    step, state, sent, slots = jax.jit(tx.update), tx.init(g), [], []
+    for _ in range(11):
+        _, state = step(g, state)
+        sent.append(gcjax.info(state).sent[0] / N)
+        slots.append(gcjax.info(state).capacity / N)
+    paper = np.repeat([0.25, 0.0625, 0.015625, 0.00390625, 0.001], [2, 2, 2, 2, 3])
+    np.testing.assert_allclose(sent, paper, atol=1 / N)
+    np.testing.assert_allclose(slots, paper, atol=32 / N)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_small_leaves_see_momentum_sgd(nesterov):
+    sizes = (40, 300)
+    params = tree_of([np.zeros(n, np.float32) for n in sizes])
+    gradients, _ = sample_gradients(4, sizes, 5)
+    ours = Runner(gcjax.dgc_compress(0.01, nesterov=nesterov, dense_below=300, axis_name="data"), params, 4)
+    momentum_sgd = optax.trace(0.9, nesterov=nesterov)
+    state = momentum_sgd.init(params)
+    for g in gradients:
+        mean = jax.tree.map(lambda x: x.mean(axis=0), stacked(g))
+        expected, state = momentum_sgd.update(mean, state)
+        got = ours.step(stacked(g))
+        np.testing.assert_allclose(got["a"][0], expected["a"], rtol=1e-5, atol=1e-6)
+        assert not np.allclose(got["b"][0], expected["b"], rtol=0.1)
+    assert not any(small.any() for small, _ in residuals(ours.state, 4, sizes))
+
+
+def test_a_model_of_small_leaves_only_is_sent_whole():
+    g = {"a": jnp.ones(3), "b": jnp.ones((5, 2))}
+    tx = gcjax.dgc_compress(0.01, momentum=0.5)
+    updates, state = jax.jit(tx.update)(g, tx.init(g))
+    updates, state = jax.jit(tx.update)(g, state)
+    jax.tree.map(lambda u, g: np.testing.assert_array_equal(u, 1.5 * g), updates, g)
+    assert gcjax.info(state).sent.tolist() == [13]
+    assert gcjax.info(state).residual_norm == 0
+
+
+def test_without_momentum_and_small_leaves_it_is_top_k_to_the_bit():
+    sizes = (300, 41)
+    params = tree_of([np.zeros(n, np.float32) for n in sizes])
+    ours = Runner(gcjax.dgc_compress(0.05, momentum=0.0, dense_below=0, axis_name="data"), params, 4)
+    top_k = Runner(gcjax.top_k_compress(0.05, axis_name="data"), params, 4)
+    for g in sample_gradients(4, sizes, 5)[0]:
+        jax.tree.map(np.testing.assert_array_equal, ours.step(stacked(g)), top_k.step(stacked(g)))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_masking_all_that_momentum_sgd_does_is_done_in_the_end(nesterov):
+    gradients = list(jax.random.normal(jax.random.key(0), (20, 200)))
+    tx = gcjax.dgc_compress(0.05, momentum=0.9, nesterov=nesterov, masking=False, dense_below=0)
+    updates, state = run(tx, gradients)
+    momentum_sgd, _ = run(optax.trace(0.9, nesterov=nesterov), gradients)
+    np.testing.assert_allclose(sum(updates) + dgc_of(state).residual, sum(momentum_sgd), rtol=1e-4, atol=1e-4)
+    with_masking, masked_state = run(gcjax.dgc_compress(0.05, nesterov=nesterov, dense_below=0), gradients)
+    assert np.abs(sum(with_masking) + dgc_of(masked_state).residual - sum(momentum_sgd)).max() > 1
+
+
+def test_without_masking_stale_momentum_overshoots():
+    curvature = jnp.linspace(0.5, 2.0, 400)
+
+    def distance(masking):
+        tx = optax.chain(gcjax.dgc_compress(0.1, masking=masking, dense_below=0), optax.sgd(0.03))
+
+        def step(carry, _):
+            x, state = carry
+            updates, state = tx.update(curvature * x, state)
+            return (x + updates, state), None
+
+        start = jax.random.normal(jax.random.key(1), (400,))
+        (x, _), _ = jax.lax.scan(step, (start, tx.init(start)), length=100)
+        return float(jnp.linalg.norm(x) / jnp.linalg.norm(start))
+
+    assert distance(masking=True) < 0.01
+    assert distance(masking=False) > 0.1
+
+
+def test_with_masking_workers_that_disagree_end_beside_the_common_optimum():
+    masked = optax.chain(gcjax.dgc_compress(0.1, dense_below=40, axis_name="data"), optax.sgd(decaying))
+    assert distance_after_training(masked) > 0.1
+
+
+def test_the_density_may_be_a_schedule_also_where_it_is_traced():
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.2, 4: 0.5})
+    g = jax.random.normal(jax.random.key(0), (1000,))
+
+    @jax.jit
+    def step(state):
+        return gcjax.dgc_compress(schedule, dense_below=0).update(g, state)[1]
+
+    state, sent, slots = gcjax.dgc_compress(schedule, dense_below=0).init(g), [], []
+    for _ in range(6):
+        state = step(state)
+        sent.append(int(gcjax.info(state).sent[0]))
+        slots.append(gcjax.info(state).capacity)
+    assert sent == [500, 500, 100, 100, 50, 50]
+    assert slots == [512, 512, 128, 128, 64, 64]
+
+
+def test_what_a_schedule_adds_between_the_probed_steps_waits():
+    tx = gcjax.dgc_compress(lambda step: jnp.where(step == 3, 0.5, 0.06), momentum=0.0, dense_below=0)
+    gradients = list(jax.random.normal(jax.random.key(0), (5, 1000)))
+    updates, state = run(tx, gradients[:4])
+    info = gcjax.info(state)
+    assert info.selected[0] == 500
+    assert info.sent[0] in range(33, 65)  # whole words of what fits 64 slots
+    assert info.overflow[0] == 500 - info.sent[0]
+    np.testing.assert_allclose(sum(updates) + dgc_of(state).residual, sum(gradients[:4]), atol=1e-5)
+
+
+def test_the_momentum_may_be_scheduled_with_inject_hyperparams():
+    fixed = ("density", "warmup_steps", "dense_below")
+    injected = optax.inject_hyperparams(gcjax.dgc_compress, static_args=fixed)
+    tx = injected(1.0, momentum=optax.linear_schedule(0.0, 0.75, 3), masking=False, dense_below=0)
+    updates, _ = run(tx, [jnp.ones(1)] * 4)
+    assert np.ravel(updates).tolist() == [1, 1.25, 1.625, 2.21875]  # u = m u + 1 for m = 0, 1/4, 1/2, 3/4
+
+
+def test_an_update_needs_few_temporaries_when_the_state_is_donated():
+    size = 1 << 20
+    for options in ({}, {"nesterov": True, "clip_norm": 1.0}):
+        tx = gcjax.dgc_compress(**options)
+        g = jax.ShapeDtypeStruct((size,), jnp.float32)
+        compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(g, jax.eval_shape(tx.init, g)).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes > 3 * 4 * size
+        assert memory.temp_size_in_bytes < 0.4 * 4 * size
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": "1 %"}, TypeError, "density must be a number, got '1 %'"),
+        ({"density": lambda step: 2.0 - step}, ValueError, r"density\(0\) must be in \(0, 1\], got 2.0"),
+        ({"density": optax.linear_schedule(0.1, 0.0, 100)}, ValueError, r"density\(128\).*got .*0"),
+        ({"density": lambda step: 0.1, "warmup_steps": 5}, ValueError, "its own warm-up: got warmup_steps=5"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
+        ({"warmup_steps": 2.5}, TypeError, "warmup_steps must be an int, got 2.5"),
+        ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"masking": None}, TypeError, "masking must be True or False, got None"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm.*got 0.0"),
+        ({"dense_below": -1}, ValueError, "dense_below must be at least 0, got -1"),
+        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.dgc_compress(**options)
+
+
+def test_a_traced_density_raises():
+    with pytest.raises(TypeError, match=r"density .*cannot be traced.*give a function"):
+        jax.jit(lambda density: gcjax.dgc_compress(density).init(jnp.ones(3)))(0.1)

@@ -1,0 +1,174 @@
+"""DRIVE's own claims: the transform, errors by the papers' figures, their mean, words by hand; where it is biased."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.linalg
+import scipy.stats
+import test_convergence
+from harness import Runner
+from oracle import hash_bits
+from rows import seed_words
+
+import gcjax
+import gcjax._exchange
+import gcjax._transform
+from gcjax.methods import drive
+
+KEY = jax.random.key(3)
+NORMAL = np.random.default_rng(0).normal(size=1 << 16).astype(np.float32)
+
+
+def update_of(x, key=KEY, **options):
+    tx = gcjax.drive_compress(key=key, **options)
+    return jax.jit(tx.update)(x, tx.init(x))[0]
+
+
+def relative_error(y, x):
+    return float(np.sum((y - x) ** 2) / np.sum(x**2))
+
+
+@pytest.mark.parametrize("block", drive.BLOCKS)
+def test_the_transform_is_scipys_hadamard_matrix_but_for_the_order_and_is_its_own_inverse(block):
+    x = np.random.default_rng(0).integers(-8, 9, (2, block)).astype(np.float32)  # sums stay exact
+    z = drive._hadamard(jnp.asarray(x).reshape(-1), block)
+    np.testing.assert_array_equal(np.asarray(drive._hadamard(z, block)).reshape(2, block), block * x)
+    if block <= 4096:
+        side = math.isqrt(block)
+        in_order = np.asarray(z).reshape(2, side, side).swapaxes(1, 2).reshape(2, block)
+        np.testing.assert_array_equal(in_order, x @ scipy.linalg.hadamard(block))
+
+
+def test_the_levels_are_the_best_for_a_normal_number():
+    for levels in list(drive.LEVELS.values())[1:]:
+        edges = [0, *[(a + b) / 2 for a, b in itertools.pairwise(levels)], np.inf]
+        for low, high, level in zip(edges[:-1], edges[1:], levels, strict=True):
+            assert level == pytest.approx(scipy.stats.truncnorm.mean(low, high), abs=2e-4)
+
+
+# Squared errors of the best levels for a normal number (Max 1960); for signs the papers' pi / 2 - 1 and 1 - 2 / pi.
+@pytest.mark.parametrize(("bits", "distortion"), [(1, 1 - 2 / math.pi), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
+def test_the_error_is_that_of_the_best_levels_with_the_scale_of_least_error_and_more_with_the_unbiased_one(
+    bits, distortion
+):
+    least = relative_error(update_of(NORMAL, bits=bits, feedback=True), NORMAL)
+    unbiased = relative_error(update_of(NORMAL, bits=bits), NORMAL)
+    assert least == pytest.approx(distortion, rel=0.03)
+    assert unbiased == pytest.approx(1 / (1 - distortion) - 1, rel=0.03)
+
+
+@pytest.mark.parametrize(("size", "bits"), [(256, 1), (1500, 1), (1500, 3)])
+def test_the_mean_over_many_keys_is_the_gradient(size, bits):
+    x = jnp.asarray(NORMAL[:size] * np.linspace(0.1, 3, size, dtype=np.float32))
+    keys = jax.random.split(jax.random.key(1), 2000)
+    updates = jax.lax.map(lambda key: update_of(x, key, bits=bits), keys, batch_size=100)
+    error = (updates.mean(0) - x) / (updates.std(0) / len(keys) ** 0.5)  # in standard errors
+    assert np.abs(error).max() < 5
+    assert np.mean(error**2) < 1 + 5 * (2 / size) ** 0.5
+
+
+def test_the_errors_of_workers_are_independent_so_that_eight_have_an_eighth_of_one():
+    x = NORMAL[: 1 << 14]
+    tx = gcjax.drive_compress(key=KEY, axis_name="data")
+    update = Runner(tx, {"x": x}, 8).step({"x": np.stack([x] * 8)})["x"][0]
+    assert relative_error(update, x) == pytest.approx((math.pi / 2 - 1) / 8, rel=0.05)
+
+
+def test_of_two_entries_the_larger_comes_out_too_large_and_the_smaller_not_at_all():
+    """As documented: all signs are those of the larger one. Worked by hand; (a*a + b*b) / a = 2.5."""
+    g = jnp.zeros(256).at[jnp.array([7, 200])].set(jnp.array([2.0, -1.0]))
+    np.testing.assert_array_equal(update_of(g), jnp.zeros(256).at[7].set(2.5))
+
+
+def test_with_feedback_the_smaller_of_two_entries_follows_in_the_next_step():
+    g = jnp.zeros(256).at[jnp.array([7, 200])].set(jnp.array([2.0, -1.0]))
+    tx = gcjax.drive_compress(feedback=True, key=KEY)
+    step = jax.jit(tx.update)
+    first, state = step(g, tx.init(g))
+    second, state = step(jnp.zeros(256), state)
+    np.testing.assert_array_equal(first, jnp.zeros(256).at[7].set(2.0))
+    np.testing.assert_array_equal(second, jnp.zeros(256).at[200].set(-1.0))
+    assert gcjax.info(state).residual_norm == 0
+
+
+def test_the_words_of_a_single_entry_by_hand(monkeypatch):
+    sent = []
+    alone = gcjax._exchange.comm_over(())
+    spy = dataclasses.replace(alone, gather=lambda x: (sent.append(np.asarray(x)), alone.gather(x))[1])
+    monkeypatch.setattr(gcjax._transform, "comm_over", lambda axes: spy)
+    g = {"rotated": jnp.zeros(300).at[1].set(3.0), "small": jnp.array([1.0, -2.0])}
+    tx = gcjax.drive_compress(bits=2, key=KEY)
+    _, state = tx.update(g, tx.init(g))
+    (words,) = sent
+    seeds = seed_words(KEY, 0, rank=0)
+    hashes = hash_bits(seeds, np.arange(11))
+    turned = [int(hashes[i // 32]) >> (i % 32) & 1 for i in (1, 320, 321)]
+    assert words[:2].tolist() == seeds.tolist()
+    assert words[2:4].view(np.float32).tolist() == [-1.0 if turned[1] else 1.0, 2.0 if turned[2] else -2.0]
+    # All rotated entries are 3 / 16, on the upper level; 300 entries are two blocks, the second one of zeros.
+    scale = words[4:6].view(np.float32)
+    assert scale[0] == pytest.approx(3 / 256 / 1.5104, rel=1e-6)
+    assert scale[1] == 0
+    level, sign = words[6:].reshape(2, 32)
+    assert level[:8].tolist() == [0xFFFFFFFF] * 8
+    assert level[8:16].tolist() == [0] * 8
+    # Row 1 of the Hadamard matrix alternates; the block's order is by columns of 16.
+    assert sign[:8].tolist() == [0x0000FFFF if turned[0] else 0xFFFF0000] * 8
+    assert gcjax.info(state).payload_bits == 64 + 2 * 32 + 2 * 32 + 2 * 2 * 256
+
+
+@pytest.mark.parametrize("exponent", [-100, 120])
+def test_magnitudes_far_from_one_are_coded_alike(exponent):
+    unit = np.float32(2.0) ** exponent
+    np.testing.assert_array_equal(update_of(NORMAL[:1024] * unit), update_of(NORMAL[:1024]) * unit)
+
+
+def test_the_error_of_a_leaf_does_not_reach_another():
+    g = {
+        "large": jnp.full(300, 1e30),
+        "scalar": jnp.float32(1.25),
+        "other": jnp.asarray(NORMAL[:300]),
+        "z": jnp.zeros(300),
+    }
+    updates = update_of(g)
+    assert updates["scalar"] == 1.25
+    assert relative_error(updates["other"], g["other"]) < 1
+    assert not updates["z"].any()
+
+
+def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased_method_and_faster_with_feedback(
+    monkeypatch,
+):
+    monkeypatch.setattr(test_convergence, "SHAPES", {"matrix": (30, 10), "vector": (300,)})
+
+    def distance(steps, **options):
+        tx = gcjax.drive_compress(key=KEY, axis_name="data", **options)
+        return test_convergence.distance_after_training(optax.chain(tx, optax.sgd(test_convergence.decaying)), steps)
+
+    early, late = distance(300), distance(2000)
+    assert late < early / 2  # all noise would fall to early / 2.6
+    assert late < 0.03
+    assert distance(1000, feedback=True) < 0.008
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bits": 0, "key": KEY}, ValueError, "bits must be from 1 to 4, got 0"),
+        ({"bits": 5, "key": KEY}, ValueError, "bits.*5"),
+        ({"bits": 1.0, "key": KEY}, TypeError, "bits must be an int, got 1.0"),
+        ({"block": 512, "key": KEY}, ValueError, "block must be one of 256, 1024, 4096, 16384, got 512"),
+        ({"feedback": 1, "key": KEY}, TypeError, "feedback must be True or False, got 1"),
+        ({"key": 7}, TypeError, "key must be a key made by"),
+        ({}, TypeError, "key"),
+    ],
+)
+def test_bad_options_raise(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.drive_compress(**options)

@@ -1,0 +1,138 @@
+"""Gradient dropping's own claims: a quantile from a sample, global or by leaf, and the need for the residual."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import Runner, messages, residuals
+from test_convergence import decaying, distance_after_training
+
+import gcjax
+from gcjax import _layout
+from gcjax.methods import drop
+
+N, DENSITY = 1_000_000, 0.01
+
+
+def bucket_of(*sizes):
+    return _layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
+
+
+def once(tx, gradient):
+    return jax.tree.map(np.asarray, jax.jit(lambda g: tx.update(g, tx.init(g))[0])(gradient))
+
+
+def without_residual(tx):
+    """The same transform, which forgets after every step what it has not sent."""
+    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
+
+
+def test_a_message_worked_by_hand(monkeypatch):
+    g = jnp.array([3.0, -0.5, -2.0, 0.25])
+    (words,), info = messages(gcjax.drop_compress(0.5, capacity=32), g, monkeypatch)
+    assert info.payload_bits == 32 + 2 * 64
+    assert len(words) == 1 + 32 + 32  # the count, indices, values
+    assert words[[0, 1, 2]].tolist() == [2, 0, 2]
+    assert [hex(w) for w in words[[33, 34]]] == ["0x40400000", "0xc0000000"]  # 3 and -2
+
+
+def test_in_a_small_model_exactly_the_wanted_share_is_sent_whatever_the_padding():
+    # 33 leaves of 33 entries, each followed by 31 of padding: ceil(0.07 * 1089) = 77.
+    values = np.random.default_rng(0).permutation(np.arange(1, 1090, dtype=np.float32)).reshape(33, 33)
+    sent = once(gcjax.drop_compress(0.07, capacity=96), list(values))
+    np.testing.assert_array_equal(sent, np.where(values > 1089 - 77, values, 0))
+
+
+def test_the_threshold_is_the_quantile_of_all_within_the_error_of_its_sample():
+    bucket = bucket_of(N)
+    x = jax.random.normal(jax.random.key(0), (N,))
+    share = jax.jit(lambda step: jnp.mean(jnp.abs(x) >= drop._of_all(x, step, bucket, DENSITY)))
+    shares = np.array([share(step) for step in range(16)])
+    error = (DENSITY * (1 - DENSITY) / drop.SAMPLE) ** 0.5
+    assert 0.5 * error < shares.std() < 2 * error  # another sample in each step
+    assert np.abs(shares - DENSITY).max() < 5 * error
+    assert abs(shares.mean() - DENSITY) < 5 * error / 4
+
+
+def test_padding_does_not_dilute_the_sample():
+    bucket = bucket_of(*[33] * 4000)  # nearly half of it is padding
+    valid = np.unpackbits(bucket.valid_words().view(np.uint8), bitorder="little")[: bucket.size].astype(bool)
+    x = np.where(valid, np.random.default_rng(1).normal(size=bucket.size), 0).astype(np.float32)
+    threshold = drop._of_all(jnp.asarray(x), jnp.int32(0), bucket, 0.05)
+    share = (np.abs(x[valid]) >= threshold).mean()
+    assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE * valid.mean())) ** 0.5)
+
+
+def test_one_threshold_takes_from_the_largest_leaf_and_one_a_leaf_from_each():
+    g = {"large": jnp.array([400.0, 100.0, 200.0, 300.0]), "small": jnp.array([1.0, -4.0, 3.0, 2.0])}
+    sent = once(gcjax.drop_compress(0.25, capacity=32), g)
+    assert sent["large"].tolist() == [400, 0, 0, 300]
+    assert sent["small"].tolist() == [0, 0, 0, 0]
+    sent = once(gcjax.drop_compress(0.25, layer_wise=True, capacity=32), g)
+    assert sent["large"].tolist() == [400, 0, 0, 0]
+    assert sent["small"].tolist() == [0, -4, 0, 0]
+
+
+def test_every_large_leaf_has_a_quantile_of_its_own():
+    sizes, scales = (200_000, 150_000, 10), (1.0, 1000.0, 1e-6)
+    rng = np.random.default_rng(2)
+    leaves = [(rng.normal(size=n) * s).astype(np.float32) for n, s in zip(sizes, scales, strict=True)]
+    layout = _layout.layout_of(leaves)
+    (bucket,), (x,) = layout.buckets, _layout.flatten(layout, leaves)
+    threshold = np.asarray(drop._of_leaves(x, jnp.int32(0), bucket, 0.05))
+    for s, leaf in zip(bucket.segments[:2], leaves, strict=False):
+        share = (np.abs(leaf) >= threshold[s.offset]).mean()
+        assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE // 3)) ** 0.5)
+    assert threshold[bucket.segments[2].offset] == np.abs(leaves[2]).max()
+
+
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_zeros_are_never_sent(layer_wise):
+    g = {"a": jnp.array([0.0, 2.0, 0.0, -1.0]), "b": jnp.zeros(40)}
+    tx = gcjax.drop_compress(1.0, layer_wise=layer_wise, capacity=64)
+    info = gcjax.info(jax.jit(tx.update)(g, tx.init(g))[1])
+    assert info.selected == info.sent == 2
+
+
+def test_what_ties_select_beyond_the_capacity_is_sent_in_later_steps():
+    tx = gcjax.drop_compress(0.01)
+    state, zero = tx.init(jnp.zeros(160)), jnp.zeros(160)
+    update, state = jax.jit(tx.update)(jnp.full(160, 0.5), state)
+    assert gcjax.info(state).selected == 160
+    total = np.asarray(update)
+    assert 0 < np.count_nonzero(total) == gcjax.info(state).sent < 160
+    for _ in range(4):
+        update, state = jax.jit(tx.update)(zero, state)
+        total = total + update
+    np.testing.assert_array_equal(total, np.full(160, 0.5))
+
+
+def test_where_the_largest_entries_cancel_the_others_move_only_with_the_residual():
+    gradients = np.array([[10.0, 1.0], [-10.0, 1.0]], np.float32)
+    tx = gcjax.drop_compress(0.5, capacity=32, axis_name="data")
+    kept, forgotten = (Runner(t, jnp.zeros(2), 2) for t in (tx, without_residual(tx)))
+    moved = sum(kept.step(gradients)[0] for _ in range(30))
+    assert moved[0] == 0
+    assert moved[1] + np.mean([r[0][1] for r in residuals(kept.state, 2, (2,))]) == 30
+    assert moved[1] > 15
+    assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
+
+
+def test_without_its_residual_it_stalls_where_the_recommended_chain_converges():
+    tx = gcjax.drop_compress(0.1, capacity=64, axis_name="data")
+    assert distance_after_training(optax.chain(without_residual(tx), optax.sgd(decaying))) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": 1.5}, ValueError, "density.*1.5"),
+        ({"layer_wise": 1}, TypeError, "layer_wise must be True or False, got 1"),
+        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.drop_compress(**options)

@@ -1,0 +1,128 @@
+"""Adaptive quantisation's own claims: two classes with thresholds and means of their own, and a fixed share sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import messages
+from test_convergence import decaying, distance_after_training
+
+import gcjax
+from gcjax import _codec
+from gcjax.methods import dryden
+
+N = 400_000
+
+
+def bits(value):
+    return hex(np.float32(value).view(np.uint32))
+
+
+def test_a_message_worked_by_hand(monkeypatch):
+    # Leaf "a": positives 8, 4, 2, 1, of which half are 8 and 4; the negative is alone. Leaf "b" begins at entry 32.
+    g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
+    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g, monkeypatch)
+    assert payload[0] == 4
+    assert [hex(w) for w in payload[1:5]] == [bits(6.0), "0x0", bits(-0.5), bits(-5.0)]
+    assert [hex(w) for w in payload[5:9]] == ["0x1", "0x80000002", "0x4", "0x80000022"]
+    assert len(payload) == 1 + 4 + 32
+    assert info.payload_bits == 32 * (1 + 4 + 4)
+
+
+def test_words_of_the_class_mean_code_worked_by_hand():
+    code = _codec.class_mean_code()
+    words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
+    assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
+    means = jnp.array([[1.5, 2.5, 3.5], [-4.5, -5.5, -6.5]])
+    index, y = code.decode(words, lambda index, which=0: means[which].view(jnp.uint32))
+    assert index.tolist() == [5, 2**31 - 1, 0]
+    assert y.tolist() == [1.5, -5.5, -6.5]
+
+
+def test_three_steps_worked_by_hand():
+    tx = gcjax.dryden_compress(0.5)
+    steps = [
+        # a = g: 2 of 4 positives, 1 of 1 negatives
+        ([1.0, 7.0, 3.0, 2.0, -6.0], [0.0, 5.0, 5.0, 0.0, -6.0]),
+        # a = 1, 2, -2, 2, 0: of the positives 2 of 3, the two equal ones; the zero is of no class
+        ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 2.0, -2.0, 2.0, 0.0]),
+        # a = 1, 0, -1, -2, -4: of the negatives 2 of 3
+        ([0.0, 0.0, -1.0, -2.0, -4.0], [1.0, 0.0, 0.0, -3.0, -3.0]),
+    ]
+    step, state = jax.jit(tx.update), tx.init(jnp.zeros(5))
+    for gradient, expected in steps:
+        updates, state = step(jnp.array(gradient), state)
+        np.testing.assert_array_equal(updates, expected)
+    np.testing.assert_array_equal(state.buckets.value[0].residual, [0.0, 0.0, -1.0, 1.0, -1.0])
+
+
+def test_each_class_of_each_leaf_sends_its_share_within_the_error_of_the_sample():
+    key = jax.random.key(0)
+    # A heavy positive and a light negative class, and a leaf of another size whose values are a thousand times smaller.
+    skewed = jax.random.normal(key, (N,)) + 0.5
+    leaves = {"a": jnp.where(skewed > 0, skewed**3, skewed), "b": jax.random.normal(key, (N // 4,)) * 1e-3}
+    tx = gcjax.dryden_compress(0.02, capacity=N)
+    updates, _ = jax.jit(tx.update)(leaves, tx.init(leaves))
+    for name, leaf in leaves.items():
+        for sign in (1, -1):
+            of_class = sign * np.asarray(leaf) > 0
+            # A sample of 32,768 a leaf: at least 200 of the class's share, within 5 standard errors.
+            share = (np.sign(updates[name]) == sign).sum() / of_class.sum()
+            assert share == pytest.approx(0.02, rel=5 / np.sqrt(0.02 * 32768 * of_class.mean()))
+            sent = np.asarray(leaf)[updates[name] != 0] * sign
+            assert sent[sent > 0].min() > np.quantile(np.asarray(leaf)[of_class] * sign, 0.97)
+
+
+def test_the_residual_is_shorter_by_what_is_sent():
+    tx = gcjax.dryden_compress(0.1, capacity=N)
+    g = jax.random.normal(jax.random.key(1), (N,))
+    updates, state = jax.jit(tx.update)(g, tx.init(g))
+    a, sent, e = (np.linalg.norm(np.asarray(x, np.float64)) for x in (g, updates, state.buckets.value[0].residual))
+    assert e**2 == pytest.approx(a**2 - sent**2, rel=1e-6)
+
+
+def test_without_its_residual_it_stalls(monkeypatch):
+    monkeypatch.setattr(dryden.DrydenState, "residual", property(lambda state: jnp.zeros(state.bucket.size)))
+    forgetful = optax.chain(gcjax.dryden_compress(0.1, axis_name="data"), optax.sgd(decaying))
+    assert distance_after_training(forgetful) > 0.1
+
+
+@pytest.mark.parametrize("value", [1e38, -1e38, 1e-37, 3.0])
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_equal_entries_are_sent_as_they_are_step_after_step(value, size):
+    tx = gcjax.dryden_compress(0.01, capacity=size)
+    g = jnp.full(size, value)
+    step, state = jax.jit(tx.update), tx.init(g)
+    for _ in range(5):
+        updates, state = step(g, state)
+        np.testing.assert_allclose(updates, g, rtol=1e-6)
+
+
+def test_nothing_is_lost_while_the_density_changes_and_a_step_is_skipped():
+    schedule = optax.linear_schedule(0.5, 0.05, 6)
+    tx = optax.inject_hyperparams(gcjax.dryden_compress, static_args=("capacity",))(schedule, capacity=(32, 128))
+    g = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
+    step, state, total, counts = jax.jit(tx.update), tx.init(g), 0.0, []
+    for number in range(8):
+        bad = number == 3
+        updates, state = step(g * jnp.nan if bad else g, state)
+        total = total + (0 if bad else updates)
+        counts.append(int(gcjax.info(state).sent[0]))
+    np.testing.assert_allclose(total + state.inner_state.buckets.value[0].residual, 7 * g, rtol=1e-5, atol=1e-5)
+    assert counts[0] == 100
+    assert counts[-1] < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": 1.5}, ValueError, "density.*1.5"),
+        ({"density": "1 %"}, TypeError, "density must be a number, got '1 %'"),
+        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.dryden_compress(**options)

@@ -1,0 +1,136 @@
+"""GaussianK's own claims: the threshold of the normal distribution and the rounds that adjust it."""
+
+import functools
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import gcjax
+from gcjax import _bits, _layout
+from gcjax.methods import gaussian_k
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def step(gradient, capacity):
+    tx = gcjax.gaussian_k_compress(0.01, capacity=capacity)
+    return tx.update(gradient, tx.init(gradient))
+
+
+def once(gradient, capacity=64):
+    """The first update of density 1/100."""
+    update, state = step(gradient, capacity)
+    return np.asarray(update), gcjax.info(state)
+
+
+@jax.jit
+def selected(x, threshold, k):
+    return _bits.unpack_mask(gaussian_k._near(x, threshold, k), len(x))
+
+
+def listing(x, threshold, k):
+    """The rounds as the source has them."""
+    for _ in range(3):
+        chosen = x > threshold
+        if chosen.sum() < 2 * k / 3:
+            threshold = threshold * np.float32(0.5)
+        elif chosen.sum() > 4 * k / 3:
+            threshold = threshold * np.float32(1.5)
+        else:
+            break
+    return chosen
+
+
+SIZES = (5000, 33, 1)
+BUCKET = _layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZES]).buckets[0]
+
+
+@jax.jit
+def standard(leaves, quantile):
+    (a,) = _layout.flatten(_layout.layout_of(leaves), leaves)
+    return gaussian_k._standard(a, BUCKET, quantile)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (1000.0, 1.0), (-0.3, 0.5), (1e-32, 1e-33), (2e35, 1e36)])
+def test_the_threshold_is_that_of_the_normal_distribution(density, mean, deviation):
+    rng = np.random.default_rng(0)
+    leaves = [(mean + deviation * rng.normal(size=n)).astype(np.float32) for n in SIZES]
+    x, threshold = standard(leaves, statistics.NormalDist().inv_cdf(density / 2))
+    everything = np.concatenate(leaves).astype(np.float64)
+    expected = everything.mean() - scipy.stats.norm.ppf(density / 2) * everything.std()
+    unit = np.abs(leaves[0][0]) / np.asarray(x[0])
+    assert float(threshold) * float(unit) == pytest.approx(expected, rel=1e-5, abs=1e-5 * deviation)
+    np.testing.assert_array_equal(x[:5000], np.abs(leaves[0] / unit))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "chosen"),
+    [
+        (5.0, [8]),  # one passes: settled at once
+        (10.0, [8]),  # none, then 5
+        (20.0, [8]),  # none, none above 10, then 5
+        (40.0, []),  # none above 40, 20, 10; the next would be 5, but 10 was counted last
+        (3.0, [8]),  # 8 and 4 are more than 4/3, then 4.5
+        (2.0, [8]),  # 8 and 4, again above 3, then 4.5
+        (0.5, [8, 4, 2]),  # four, four above 0.75, three above 1.125
+    ],
+)
+def test_rounds_worked_by_hand(threshold, chosen):
+    x = jnp.array([1.0, 8.0, 2.0, 4.0])
+    assert sorted(np.asarray(x)[np.asarray(selected(x, threshold, 1))], reverse=True) == chosen
+
+
+def test_the_rounds_are_those_of_the_source_from_any_threshold():
+    x = np.abs(np.random.default_rng(1).standard_t(3, 3000)).astype(np.float32)
+    rounds = set()
+    for threshold in np.float32(2.0) ** np.arange(-6, 8, 0.25, dtype=np.float32):
+        expected = listing(x, threshold, 60)
+        np.testing.assert_array_equal(selected(x, threshold, 60), expected)
+        rounds.add(40 <= expected.sum() <= 80)
+    assert rounds == {True, False}
+
+
+def test_of_normal_entries_the_wanted_share_is_sent():
+    x = jax.random.normal(jax.random.key(0), (300_000,))
+    assert once(x, 4096)[1].sent == pytest.approx(3000, abs=5 * 3000**0.5)
+
+
+def test_of_laplace_entries_six_times_the_wanted_share_is_selected_as_documented():
+    x = jax.random.laplace(jax.random.key(0), (300_000,))
+    assert 5 < once(x, 4096)[1].selected / 3000 < 7
+
+
+def test_where_the_mean_is_far_below_zero_all_but_zeros_pass_as_documented():
+    g = np.random.default_rng(2).normal(size=4000) - 9
+    g[::8] = 0
+    info = once(g.astype(np.float32))[1]
+    assert info.selected == 3500
+    assert 0 < info.sent <= 64
+
+
+@pytest.mark.parametrize("power", [-100, 120])
+def test_a_scale_that_is_a_power_of_two_changes_nothing(power):
+    g = np.random.default_rng(3).normal(size=4000).astype(np.float32)
+    update = once(g)[0]
+    assert np.count_nonzero(update) > 20
+    np.testing.assert_array_equal(once(np.ldexp(g, power))[0], np.ldexp(update, power))
+
+
+def test_equal_entries_and_a_single_one_are_sent():
+    assert once(jnp.full(20, -3.0))[0].tolist() == [-3.0] * 20
+    assert once(jnp.float32(2.0))[0] == 2.0
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
+def test_a_bad_density_raises(density):
+    with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
+        gcjax.gaussian_k_compress(density)
+
+
+def test_a_bad_capacity_raises():
+    with pytest.raises(TypeError, match=r"capacity must be an int, .*'big'"):
+        gcjax.gaussian_k_compress(0.01, capacity="big")

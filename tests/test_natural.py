@@ -1,0 +1,61 @@
+"""Natural compression's own claims: powers of two exactly, no bias, variance factor 1/8, words by hand."""
+
+import jax
+import numpy as np
+import pytest
+from harness import draws, messages
+
+import gcjax
+
+KEY = jax.random.key(5)
+
+
+def once(g):
+    g = np.asarray(g, np.float32)
+    return draws(gcjax.natural_compress(key=KEY), g, 1)[0]
+
+
+def test_powers_of_two_are_sent_exactly_over_the_whole_normal_range():
+    powers = np.float32(2.0) ** np.arange(-126, 128).astype(np.float32)
+    g = np.concatenate([powers, -powers, [0.0, -0.0]]).astype(np.float32)
+    np.testing.assert_array_equal(once(g), g)
+
+
+def test_every_entry_becomes_one_of_the_powers_around_it_with_its_mean_and_at_most_an_eighth_of_its_square():
+    g = np.concatenate(
+        [[4 / 3, -4 / 3, 1.5, 1 + 2**-23, 2 - 2**-23], np.geomspace(1e-30, 1e30, 200) * np.tile([1, -1], 100)]
+    )
+    g = g.astype(np.float32)
+    got = draws(gcjax.natural_compress(key=KEY), g, 4000) / g.astype(np.float64)
+    mantissa = np.abs(g) / 2.0 ** np.floor(np.log2(np.abs(g)))
+    for column, m in zip(got.T, mantissa, strict=True):
+        assert np.isin(np.round(column * m, 6), (1, 2)).all()
+    variance = (mantissa - 1) * (2 - mantissa) / mantissa**2
+    assert (np.abs(got.mean(0) - 1) <= 5 * np.sqrt(variance / 4000)).all()
+    spread = ((got - 1) ** 2).mean(0)
+    np.testing.assert_allclose(spread[:2], 1 / 8, rtol=0.05)  # the worst case
+    assert variance.max() <= 1 / 8 + 1e-6
+    assert (spread <= 1 / 8 + 5 * ((got - 1) ** 2).std(0) / 4000**0.5).all()
+
+
+def test_the_words_hold_exponents_and_signs_bit_by_bit_nine_for_each_entry(monkeypatch):
+    g = np.zeros(40, np.float32)
+    g[[0, 1, 33]] = 4.0, -0.25, -1.0  # biased exponents 129, 125, 127
+    (words,), info = messages(gcjax.natural_compress(key=KEY), g, monkeypatch)
+    planes = words.reshape(9, 32).tolist()
+    for bit in range(8):
+        assert planes[bit][:2] == [(129 >> bit & 1) | (125 >> bit & 1) << 1, (127 >> bit & 1) << 1]
+    assert planes[8][:2] == [1 << 1, 1 << 1]
+    assert not any(word for plane in planes for word in plane[2:])
+    assert info.payload_bits == 9 * 40
+
+
+def test_the_largest_numbers_go_down_and_those_below_the_normal_range_to_zero():
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(once([largest] * 50 + [-largest] * 50), [2.0**127] * 50 + [-(2.0**127)] * 50)
+    assert not once(np.full(100, 1.1e-38)).any()
+
+
+def test_a_bad_key_raises():
+    with pytest.raises(TypeError, match=r"key must be a key made by jax.random.key"):
+        gcjax.natural_compress(key=3)

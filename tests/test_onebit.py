@@ -1,0 +1,140 @@
+"""1-bit SGD's own claims: both stages by hand, the best two values, columns, bytes, feedback."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import Runner, residuals
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_convergence import decaying, distance_after_training
+
+import gcjax
+from gcjax._exchange import comm_over
+from gcjax.methods import onebit
+
+
+def one_step(leaf):
+    """The update and the residual of a single worker."""
+    g = jnp.asarray(leaf, jnp.float32)
+    tx = gcjax.onebit_compress()
+    update, state = jax.jit(tx.update)(g, tx.init(g))
+    return np.asarray(update), np.asarray(state.buckets.value[0].residual)[: g.size].reshape(g.shape)
+
+
+def test_two_workers_and_two_steps_worked_by_hand():
+    """Worker 0 owns the first column, worker 1 the second."""
+    g = np.array([[[4, -1], [2, -3]], [[2, 5], [6, -1]]], np.float32)
+    runner = Runner(gcjax.onebit_compress(axis_name="data"), {"a": g[0]}, 2)
+    update = runner.step({"a": g})["a"]
+    # Column 0: (4, 2) of worker 0 and (4, 4) for (2, 6) of worker 1 make (4, 3), which becomes (3.5, 3.5).
+    # Column 1: (-2, -2) for (-1, -3) of worker 0 and (5, -1) of worker 1 make (1.5, -1.5).
+    assert update[0].tolist() == update[1].tolist() == [[3.5, 1.5], [3.5, -1.5]]
+    first, second = residuals(runner.state, 2, [4])
+    assert first[0].tolist() == [1.0, 1.0, -1.0, -1.0]  # column 0: twice the error of the mean
+    assert second[0].tolist() == [-2.0, 0.0, 2.0, 0.0]
+    update = runner.step({"a": np.zeros((2, 2, 2), np.float32)})["a"]
+    assert update[0].tolist() == update[1].tolist() == [[-0.5, 0.5], [0.5, -0.5]]
+    assert not np.any(residuals(runner.state, 2, [4]))
+
+
+def test_the_code_of_a_column_worked_by_hand():
+    column = np.ones((34, 1), np.float32)
+    column[[1, 33]] = [[-2.0], [-4.0]]
+    column[2] = 33.0
+    matrix = onebit._Matrix(np.array([34]), False, comm_over(()))
+    words, means = matrix.encode(jnp.asarray(column), matrix.heights)
+    assert words.tolist() == [[0b10], [0b10]]
+    assert means.tolist() == [[2.0], [-3.0]]  # (31 + 33) / 32 and -6 / 2
+    decoded = matrix.decode(onebit._code(words, means))
+    assert decoded.tolist() == np.where(column < 0, -3.0, 2.0).tolist()
+
+
+def test_no_two_values_have_a_smaller_squared_error_than_the_means():
+    g = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    update, residual = one_step(g)
+    np.testing.assert_allclose(update + residual, g, rtol=1e-6, atol=1e-7)
+    for step in (0.01, -0.01):
+        for changed in (g >= 0, g < 0):
+            worse = residual - step * changed
+            assert ((worse**2).sum(axis=0) > (residual**2).sum(axis=0)).all()
+
+
+def test_a_column_with_entries_of_one_sign_only_becomes_its_mean():
+    update, _ = one_step([[1.0, -1.0, 0.0], [2.0, -2.0, 0.0], [6.0, -6.0, -0.0]])
+    assert update.tolist() == [[3.0, -3.0, 0.0]] * 3
+
+
+def test_columns_have_values_of_their_own():
+    assert one_step([[100.0, 1.0], [300.0, 3.0]])[0].tolist() == [[200.0, 2.0], [200.0, 2.0]]
+    assert one_step([100.0, 1.0, 300.0, 3.0])[0].tolist() == [101.0] * 4  # a vector is a column
+
+
+@pytest.mark.parametrize("shape", [(1000,), (1, 1000), (1000, 1)])
+def test_what_has_one_row_or_column_is_cut_into_columns_of_512_entries(shape):
+    g = np.where(np.arange(1000) < 512, 100.0, 1.0) * np.where(np.arange(1000) % 3, 1, -1)
+    g[-1] = 489.0  # its own column has 163 negative and 325 other entries; the padding does not count
+    expected = np.where(g < 0, np.where(np.arange(1000) < 512, -100.0, -1.0), np.where(np.arange(1000) < 512, 100.0, 1))
+    expected[512:][g[512:] > 0] = 1 + 488 / np.count_nonzero(g[512:] > 0)
+    np.testing.assert_allclose(one_step(g.reshape(shape))[0].ravel(), expected, rtol=1e-6)
+
+
+def test_a_column_costs_its_bits_and_two_floats_each_way():
+    params = {"a": np.zeros((64, 16)), "b": np.zeros(40), "c": np.zeros(())}
+    runner = Runner(gcjax.onebit_compress(axis_name="data"), params, 4)
+    runner.step({name: np.ones((4, *x.shape), np.float32) for name, x in params.items()})
+    info = gcjax.info(runner.state)
+    columns = 16 * (64 / 8 + 8) + 4 * (64 / 8 + 8)  # the two others, made four for the workers
+    assert info.wire_bytes - 2 * 3 / 4 * 4 == 3 / 4 * columns + 3 * columns / 4  # 4 bytes are the check for NaN
+    assert info.payload_bits.tolist() == [64 * 16 + 41 + 64 * (16 + 2)] * 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_more_workers_than_are_unrolled_are_added_in_a_loop(transposed):
+    workers, rank, rows = 20, 3, 32
+    comm = dataclasses.replace(comm_over(()), size=workers, rank=lambda: jnp.int32(rank))
+    matrix = onebit._Matrix(np.full(30, rows), transposed, comm)
+    shape = (40, rows) if transposed else (rows, 40)
+    blocks = np.random.default_rng(0).normal(size=(workers, *shape)).astype(np.float32)
+
+    @jax.jit
+    def run(blocks):
+        shares = jax.vmap(lambda block: matrix.shares(*matrix.encode(block, matrix.heights)))(blocks)
+        codes = jax.vmap(matrix.unshare)(shares)
+        return matrix.add_to_owned(blocks[0], shares[:, rank]), jax.vmap(matrix.decode)(codes)
+
+    total, decoded = run(blocks)
+    np.testing.assert_array_equal(np.sign(decoded), np.sign(blocks))
+    expected = blocks[0].copy()
+    mine = (slice(2 * rank, 2 * rank + 2), slice(None))[:: 1 if transposed else -1]
+    expected[mine] += np.sum(decoded, axis=0)[mine]
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_workers_over_two_mesh_axes_work_like_as_many_over_one():
+    g = np.random.default_rng(0).normal(size=(8, 33, 21)).astype(np.float32)
+    updates = []
+    for shape, names in (((8,), ("a",)), ((2, 4), ("a", "b"))):
+        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        tx = gcjax.onebit_compress(axis_name=names)
+        state = gcjax.place(tx.init(g[0]), mesh)
+
+        def step(g, state, tx=tx):
+            return tx.update(g[0], state)[0]
+
+        sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(names), gcjax.state_specs(state)), out_specs=P())
+        updates.append(jax.jit(sharded)(g, state))
+    np.testing.assert_array_equal(*updates)
+
+
+def test_without_its_residual_it_stalls():
+    tx = gcjax.onebit_compress(axis_name="data")
+
+    def forget(updates, state, params=None):
+        return tx.update(updates, state, params)[0], state
+
+    forgetful = optax.chain(optax.GradientTransformation(tx.init, forget), optax.sgd(decaying))
+    assert distance_after_training(forgetful) > 0.1

@@ -1,0 +1,135 @@
+"""Random-k's own claims: distinct entries, the same on all workers, each equally likely; unbiased or contracting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Runner, draws, residuals
+from wire import collectives
+
+import gcjax
+from gcjax.methods import random_k
+
+KEY = jax.random.key(11)
+
+
+def sets_drawn(count, total, times):
+    keys = jax.random.split(KEY, times)
+    return np.asarray(jax.jit(jax.vmap(lambda key: random_k._draw(key, count, total)))(keys))
+
+
+@pytest.mark.parametrize(("count", "total"), [(3, 10), (7, 10), (5, 10), (1, 10), (10, 10), (1, 1)])
+def test_every_entry_is_drawn_equally_often_and_never_twice(count, total):
+    times = 20_000
+    sets = np.sort(sets_drawn(count, total, times), axis=1)
+    assert sets.min() >= 0
+    assert sets.max() < total
+    assert (np.diff(sets, axis=1) > 0).all()
+    rate = count / total
+    error = (rate * (1 - rate) / times) ** 0.5
+    np.testing.assert_allclose(np.bincount(sets.ravel(), minlength=total) / times, rate, atol=5 * error + 1e-12)
+
+
+def test_no_entry_of_a_large_model_is_drawn_twice():
+    (entries,) = sets_drawn(30_011, 3_000_017, 1)
+    assert len(np.unique(entries)) == 30_011
+    assert 0 <= entries.min() < entries.max() < 3_000_017
+
+
+@pytest.mark.parametrize("divisor", [1, 929, 10_000_000, (1 << 28) - 57, 1 << 28])
+def test_remainders_of_64_bits_are_exact(divisor):
+    for first, second in [(0, 5), (0xFFFFFFFF, 0xFFFFFFFF), (0x9E3779B9, 0x7F4A7C15)]:
+        words = jnp.array([first, second], jnp.uint32)
+        assert random_k._remainder(words, divisor) == ((first << 32) + second) % divisor
+
+
+# d / k is 10 / 3 in the first, and 5 blocks / 2 in the second, whose last block has one entry of two.
+@pytest.mark.parametrize(("density", "block", "d", "rarity"), [(0.3, 1, 10, 10 / 3), (0.4, 2, 9, 5 / 2)])
+def test_without_feedback_it_is_unbiased_and_varies_as_stated(density, block, d, rarity):
+    steps, g = 20_000, np.linspace(-1, 2, d, dtype=np.float32)
+    y = draws(gcjax.random_k_compress(density, key=KEY, block=block, feedback=False), g, steps)
+    np.testing.assert_allclose(y.mean(axis=0), g, atol=5 * ((rarity - 1) * (g**2).max() / steps) ** 0.5)
+    squares = ((y - g) ** 2).sum(axis=1)
+    assert squares.mean() == pytest.approx((rarity - 1) * (g**2).sum(), abs=5 * float(squares.std()) / steps**0.5)
+    assert squares.std() > 0
+
+
+def test_with_feedback_what_is_left_contracts_as_stated():
+    g = np.linspace(-1, 2, 10, dtype=np.float32)
+    tx = gcjax.random_k_compress(0.3, key=KEY)
+    state, left = tx.init(g), []
+    update = jax.jit(lambda g, state: tx.update(g, state)[1])
+    for _ in range(800):  # in each step from a = g: the residual is taken out again by the next gradient
+        before = np.asarray(state.buckets.value[0].residual)
+        state = update(g - before, state)
+        left.append(float((np.asarray(state.buckets.value[0].residual) ** 2).sum()))
+    expected = (1 - 0.3) * (g**2).sum()
+    assert np.mean(left) == pytest.approx(expected, abs=5 * np.std(left) / 800**0.5)
+    assert np.std(left) > 0
+
+
+def test_all_workers_send_the_same_entries_and_other_ones_in_each_step():
+    runner = Runner(gcjax.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(50), 3)
+    gradients, places = np.arange(1, 151, dtype=np.float32).reshape(3, 50), []
+    for _ in range(4):
+        start = residuals(runner.state, 3, (50,))
+        update = runner.step(gradients)[0]
+        sent = [r[0] == 0 for r in residuals(runner.state, 3, (50,))]
+        assert sent[0].sum() == 10
+        assert all((here == sent[0]).all() for here in sent)
+        a = gradients + [r[0] for r in start]
+        np.testing.assert_allclose(update, np.where(sent[0], a.mean(axis=0), 0), rtol=1e-6)
+        places.append(tuple(np.flatnonzero(sent[0])))
+    assert len(set(places)) == 4
+
+
+def test_keys_give_other_entries():
+    first, second = (draws(gcjax.random_k_compress(0.2, key=jax.random.key(s)), jnp.ones(50), 1) for s in (0, 1))
+    assert (first != second).any()
+
+
+def test_blocks_are_sent_whole():
+    y = draws(gcjax.random_k_compress(0.3, key=KEY, block=8, feedback=False), jnp.ones(78), 60) != 0
+    padded = np.pad(y, ((0, 0), (0, 2)), constant_values=False).reshape(60, 10, 8)
+    padded[:, 9, 6:] = padded[:, 9, 5:6]  # the last block has six entries
+    assert (padded == padded[:, :, :1]).all()
+    assert (padded[:, :, 0].sum(axis=1) == 3).all()
+    assert padded[:, :, 0].any(axis=0).all()
+
+
+def test_a_block_larger_than_the_model_is_the_model():
+    tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 30)
+    update, state = jax.jit(tx.update)(jnp.arange(5.0), tx.init(jnp.zeros(5)))
+    assert update.tolist() == [0, 1, 2, 3, 4]
+    assert gcjax.info(state).payload_bits == 5 * 32
+
+
+def test_only_the_values_are_on_the_wire():
+    params = jnp.zeros(1000)
+    runner = Runner(gcjax.random_k_compress(0.05, key=KEY, axis_name="data"), params, 4)
+    found = collectives(runner.compiled_text(np.ones((4, 1000), np.float32)), 4)
+    assert [(c.kind, c.elements) for c in found if c.dtype == "f32"] == [("all-reduce", 50)]
+    runner.step(np.ones((4, 1000), np.float32))
+    assert (gcjax.info(runner.state).payload_bits == 32 * 50).all()
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_density_of_one_is_the_dense_mean(feedback):
+    g = np.random.default_rng(0).normal(size=77).astype(np.float32)
+    np.testing.assert_array_equal(draws(gcjax.random_k_compress(1.0, key=KEY, feedback=feedback), g, 2), [g, g])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": 0.0, "key": KEY}, ValueError, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": 0.1}, TypeError, "key"),
+        ({"density": 0.1, "key": 3}, TypeError, r"jax.random.key\(seed\), got 3"),
+        ({"density": 0.1, "key": KEY, "block": 0}, ValueError, "block must be at least 1, got 0"),
+        ({"density": 0.1, "key": KEY, "block": 1.5}, TypeError, "block must be an int, got 1.5"),
+        ({"density": 0.1, "key": KEY, "feedback": 1}, TypeError, "feedback must be True or False, got 1"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.random_k_compress(**options)

@@ -1,0 +1,161 @@
+"""Sketched-SGD's own claims: sketches add up, estimates are unbiased within a variance, large entries are found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Runner
+
+import gcjax
+from gcjax.methods import sketch
+
+KEY = jax.random.key(5)
+SIZE, WIDTH = 100, 16  # six whole stretches and a ragged end
+
+
+def over_keys(function, times):
+    """function(hashes of one row) of many keys, stacked."""
+
+    def one(key):
+        return function(sketch._draw(key, 1, WIDTH, SIZE))
+
+    return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(KEY, times)))
+
+
+def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():
+    a, b = (jax.random.normal(key, (SIZE,)) for key in jax.random.split(KEY))
+    hashes = sketch._draw(KEY, 5, WIDTH, SIZE)
+    of_a, of_b, of_both = (sketch._sketch(x, hashes, WIDTH) for x in (a, b, a + b))
+    assert of_a.shape == (5, WIDTH)
+    assert float(jnp.abs(of_a).max()) > 1
+    np.testing.assert_allclose(of_a + of_b, of_both, atol=1e-5)
+
+
+def test_two_entries_meet_as_often_as_stated_with_signs_that_cancel():
+    times = 8000
+    apart, near = [(0, 16), (0, 17), (15, 16), (3, 99), (40, 95), (64, 96)], [(0, 1), (16, 31), (96, 99)]
+
+    def cells_of(entry, hashes):
+        return sketch._sketch(jnp.zeros(SIZE).at[entry].set(1), hashes, WIDTH)[0]
+
+    def products(hashes):  # 0, or the product of the signs in the cell that both share
+        return jnp.stack([jnp.dot(cells_of(i, hashes), cells_of(j, hashes)) for i, j in apart + near])
+
+    met = over_keys(products, times)
+    assert set(np.unique(met)) == {-1, 0, 1}
+    rate, far = 1 / WIDTH, met[:, : len(apart)]
+    np.testing.assert_allclose((far != 0).mean(axis=0), rate, atol=5 * (rate * (1 - rate) / times) ** 0.5)
+    np.testing.assert_allclose(far.mean(axis=0), 0, atol=5 * (rate / times) ** 0.5)
+    assert (met[:, len(apart) :] == 0).all()
+
+
+def test_estimates_of_one_row_are_unbiased_and_vary_as_stated():
+    times = 8000
+    v = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+    v[40] = 5
+    estimates = over_keys(
+        lambda hashes: sketch._estimate(sketch._sketch(jnp.asarray(v), hashes, WIDTH), hashes, SIZE), times
+    )
+    stretch = np.arange(SIZE) // WIDTH
+    others = np.array([np.sum(np.square(v[stretch != stretch[i]])) for i in range(SIZE)])
+    variance = others / WIDTH
+    np.testing.assert_allclose(estimates.mean(axis=0), v, atol=5 * (variance.max() / times) ** 0.5)
+    squares = (estimates - v) ** 2
+    np.testing.assert_array_less(np.abs(squares.mean(axis=0) - variance), 5 * squares.std(axis=0) / times**0.5)
+    assert (variance < np.sum(np.square(v)) / WIDTH).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7, 9])
+def test_the_middle_one_of_the_rows_is_the_median(rows):
+    x = np.random.default_rng(rows).integers(-9, 9, (rows, 200)).astype(np.float32)
+    np.testing.assert_array_equal(sketch._median(list(x)), np.median(x, axis=0))
+
+
+def spikes_in_noise(workers, size, count):
+    """Gradients whose mean has `count` large entries, none of which is large on any worker; and these entries."""
+    rng = np.random.default_rng(7)
+    noise = rng.normal(size=(workers, size))
+    noise -= noise.mean(axis=0)
+    entries = rng.choice(size, count, replace=False)
+    mean = 0.02 * rng.normal(size=size)
+    mean[entries] = rng.choice([-1, 1], count) * rng.uniform(0.5, 1, count)
+    return (noise + mean).astype(np.float32), np.sort(entries)
+
+
+@pytest.mark.parametrize(("columns", "found"), [(200, True), (10, False)])
+def test_entries_that_are_large_in_the_sum_only_are_found_exactly_if_there_are_columns_enough(columns, found):
+    g, entries = spikes_in_noise(8, 4000, 20)
+    tx = gcjax.sketch_compress(20 / 4000, columns=columns, key=KEY, axis_name="data")
+    runner = Runner(tx, {"a": np.zeros(4000, np.float32)}, 8)
+    update = runner.step({"a": g})["a"][0]
+    sent = np.flatnonzero(update)
+    assert len(sent) == 20
+    np.testing.assert_allclose(update[sent], g[:, sent].mean(axis=0), rtol=1e-5)
+    assert (list(sent) == list(entries)) == found
+    info = gcjax.info(runner.state)
+    assert (info.payload_bits == 32 * (5 * columns + 4 * 20)).all()
+    assert info.compression_ratio == 200
+
+
+def test_what_is_sent_leaves_both_momentum_and_sum_on_every_worker():
+    # One entry a step. Worker 1 alone would send its second; the mean's largest is the first.
+    runner = Runner(
+        gcjax.sketch_compress(0.25, key=KEY, momentum=0.5, axis_name="data"), {"a": np.zeros(4, np.float32)}, 2
+    )
+    g = {"a": np.array([[8, 4, 0, 0], [4, -6, 0, 1]], np.float32)}
+    assert runner.step(g)["a"][0].tolist() == [6, 0, 0, 0]
+    # u is g in the first entry, for which both begin anew, and 1.5 g in the others, where v is 2.5 g.
+    assert runner.step(g)["a"][0].tolist() == [6, 0, 0, 0]
+    # v: 1.75 g more in the others, 4.25 g.
+    assert runner.step({"a": g["a"] * [1 / 64, 1, 1, 1]})["a"][0].tolist() == [0, -4.25, 0, 0]
+
+
+def test_the_padding_between_leaves_is_no_candidate():
+    params = {f"x{i}": np.zeros((), np.float32) for i in range(12)}  # 31 places of padding behind each
+    g = {name: jnp.float32(1 + i) for i, name in enumerate(params)}
+    tx = gcjax.sketch_compress(0.25, columns=8, candidates=1, key=KEY, momentum=0)
+    _, state = jax.jit(tx.update)(g, tx.init(params))
+    assert gcjax.info(state).sent == 3
+
+
+def test_zeros_are_not_sent_and_nothing_else_is_sent_twice_in_their_place():
+    g = jnp.where(jnp.arange(50) % 7 == 3, jnp.arange(50.0), 0).at[2].set(-1e-38)  # XLA flushes what is below 2**-126
+    tx = gcjax.sketch_compress(1.0, key=KEY)
+    update, state = jax.jit(tx.update)(g, tx.init(g))
+    np.testing.assert_array_equal(update, g.at[2].set(0))
+    assert gcjax.info(state).sent == 7
+
+
+def test_without_momentum_there_is_no_state_for_it():
+    params = jnp.zeros(1000)
+
+    def floats(momentum):
+        state = gcjax.sketch_compress(0.1, key=KEY, momentum=momentum).init(params)
+        return sum(x.size for x in jax.tree.leaves(state) if x.dtype == jnp.float32)
+
+    assert floats(0.9) - floats(0) == 999
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0.0"),
+        ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
+        ({"rows": 4}, ValueError, "rows must be odd.*got 4"),
+        ({"rows": 5.0}, TypeError, "rows must be an int, got 5.0"),
+        ({"columns": 0}, ValueError, "columns must be at least 1, got 0"),
+        ({"columns": 64.0}, TypeError, "columns must be an int, got 64.0"),
+        ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, ValueError, "momentum.*-0.1"),
+        ({"candidates": 0}, ValueError, "candidates must be at least 1, got 0"),
+        ({"key": 0}, TypeError, r"jax.random.key\(seed\), got 0"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.sketch_compress(**{"density": 0.1, "key": KEY, **options})
+
+
+def test_a_key_is_required():
+    with pytest.raises(TypeError, match="key"):
+        gcjax.sketch_compress(0.1)

@@ -1,0 +1,134 @@
+"""TernGrad's own claims: clipping, no bias after it, shared scales, fields that do not carry, words by hand."""
+
+import jax
+import numpy as np
+import pytest
+from harness import Runner, draws, messages
+
+import gcjax
+from gcjax.methods.terngrad import field_bits
+
+KEY = jax.random.key(7)
+BOTH = pytest.mark.parametrize("aggregate", ["sum", "gather"])
+
+
+def outlier():
+    """128 entries of 1 or -1 but for the first, 20, and its clipped form."""
+    g = np.where(np.arange(128) % 3, 1.0, -1.0).astype(np.float32)
+    g[0] = 20
+    limit = 2.5 * np.sqrt((g**2).mean())
+    assert 1 < limit < 20
+    return g, np.minimum(g, limit)
+
+
+def normal(size):
+    return np.random.default_rng(0).normal(size=size).astype(np.float32)
+
+
+def deviations(got, expected, scale):
+    """How many standard errors the mean of the draws is away from what it should be."""
+    variance = np.abs(expected) * (scale - np.abs(expected)) + 1e-6 * scale**2
+    return np.abs(got.mean(0) - expected) / np.sqrt(variance / len(got))
+
+
+@BOTH
+def test_the_mean_of_many_draws_is_the_clipped_gradient_and_not_the_gradient(aggregate):
+    g, clipped = outlier()
+    got = draws(gcjax.terngrad_compress(aggregate=aggregate, key=KEY), g, 4000)
+    scale = clipped.max()
+    np.testing.assert_allclose(np.unique(np.abs(got)), [0, scale], rtol=1e-6)
+    assert deviations(got, clipped, scale).max() < 5
+    assert deviations(got, g, 20).max() > 20
+
+
+@BOTH
+def test_without_clipping_the_mean_of_many_draws_is_the_gradient(aggregate):
+    g, _ = outlier()
+    got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)
+    assert set(np.unique(got)) == {-20.0, 0.0, 20.0}
+    assert deviations(got, g, 20).max() < 5
+
+
+@BOTH
+def test_the_variance_of_an_entry_is_scale_times_magnitude_less_its_square(aggregate):
+    g = normal(100)
+    got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 1000)
+    scale = np.abs(g).max()
+    total = (scale * np.abs(g) - g**2).sum()
+    np.testing.assert_allclose(((got - g) ** 2).mean(0).sum(), total, rtol=0.02)
+
+
+@BOTH
+def test_a_leaf_of_zeros_stays_zero_and_one_of_equal_entries_is_not_clipped(aggregate):
+    g = {"zeros": np.zeros(50, np.float32), "equal": np.full(50, -3.0, np.float32), "scalar": np.float32(2.0)}
+    tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.update)(g, tx.init(g))[0], g)
+
+
+def update_of_two(aggregate, first, second):
+    tx = gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY, axis_name="data")
+    g = np.array([first, second], np.float32)
+    runner = Runner(tx, {"x": g[0]}, 2)
+    return np.array([runner.step({"x": g})["x"][0] for _ in range(400)])
+
+
+def test_workers_that_add_up_share_the_largest_scale_and_others_keep_their_own():
+    shared = update_of_two("sum", [4.0, 0.0], [0.0, -1.0])
+    assert (shared[:, 0] == 2.0).all()  # half of 4
+    assert set(shared[:, 1]) == {0.0, -2.0}
+    assert abs(shared[:, 1].mean() + 0.5) < 5 * np.sqrt(3 / 4 / 400)  # -4 a quarter of the time, halved
+    own = update_of_two("gather", [4.0, 0.0], [0.0, -1.0])
+    np.testing.assert_array_equal(own, [[2.0, -0.5]] * 400)
+
+
+@pytest.mark.parametrize(("workers", "bits"), [(1, 2), (2, 4), (7, 4), (8, 8), (127, 8), (128, 16), (32768, 32)])
+def test_a_field_holds_the_sum_of_all_workers_codes(workers, bits):
+    assert field_bits(workers) == bits
+    assert 2 * workers < 2**bits
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_codes_of_all_workers_at_either_end_add_up_without_touching_their_neighbours(workers):
+    g = np.array([1.0, -1.0] * 20 + [-1.0] * 5 + [1.0] * 5, np.float32)
+    runner = Runner(gcjax.terngrad_compress(key=KEY, axis_name="data"), {"x": g}, workers)
+    np.testing.assert_allclose(runner.step({"x": np.stack([g] * workers)})["x"][0], g, rtol=1e-6)
+
+
+def test_words_that_add_up_hold_0_1_or_2_for_minus_zero_and_plus(monkeypatch):
+    g = np.array([3.0, -3.0, 0.0, 3.0] + [0.0] * 12 + [-3.0], np.float32)
+    (words,), _ = messages(gcjax.terngrad_compress(None, key=KEY), g, monkeypatch)
+    zeros = sum(1 << 2 * i for i in range(4, 16))
+    assert words.tolist() == [2 << 0 | 0 << 2 | 1 << 4 | 2 << 6 | zeros, 0]
+
+
+def test_gathered_words_are_the_scale_and_the_masks_of_what_is_not_zero_and_of_what_is_negative(monkeypatch):
+    g = {"a": np.array([3.0, -3.0, 0.0], np.float32), "b": np.array([0.0, -5.0], np.float32)}
+    (words,), _ = messages(gcjax.terngrad_compress(None, aggregate="gather", key=KEY), g, monkeypatch)
+    assert words[:2].view(np.float32).tolist() == [3.0, 5.0]
+    not_zero, negative = words[2:].reshape(2, 32).tolist()
+    assert not_zero[:2] == [0b011, 0b10]
+    assert negative[:2] == [0b010, 0b10]
+    assert not any(not_zero[2:] + negative[2:])
+
+
+@pytest.mark.parametrize(("aggregate", "workers", "bits"), [("sum", 2, 4), ("sum", 8, 8), ("gather", 8, 2)])
+def test_a_message_takes_its_bits_an_entry_and_a_scale_for_each_leaf(aggregate, workers, bits):
+    g = {"a": np.ones((workers, 45), np.float32), "b": np.ones(workers, np.float32)}
+    tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY, axis_name="data")
+    runner = Runner(tx, jax.tree.map(lambda x: x[0], g), workers)
+    runner.step(g)
+    assert gcjax.info(runner.state).payload_bits.tolist() == [46 * bits + 2 * 32] * workers
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"clip": 0.0}, ValueError, r"clip must be in \(0, inf\), got 0.0"),
+        ({"clip": float("inf")}, ValueError, "clip.*inf"),
+        ({"aggregate": "mean"}, ValueError, "'sum', 'gather', got 'mean'"),
+        ({"key": None}, TypeError, "key must be a key made by jax.random.key"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        gcjax.terngrad_compress(**{"key": KEY, **options})
