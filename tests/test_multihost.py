@@ -44,8 +44,8 @@ def start():
 
     def start(*command):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "PYTHONWARNINGS": "error::UserWarning:gcjax"}
-        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+        variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "PYTHONWARNINGS": "error"}
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen([sys.executable, *map(str, command)], env=variables, text=True, **pipes)
         started.append(process)
         return process
@@ -248,7 +248,7 @@ def group():
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-        variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""}
+        variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "", "PYTHONWARNINGS": "error"}
         command = [sys.executable, __file__, str(held.getsockname()[1]), "3"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         running = [subprocess.Popen([*command, str(i)], env=variables, text=True, **pipes) for i in range(3)]

@@ -41,16 +41,16 @@ def test_two_workers_and_two_steps_worked_by_hand():
     assert not np.any(residuals(runner.state, 2, [4]))
 
 
-def test_the_code_of_a_column_worked_by_hand():
-    column = np.ones((34, 1), np.float32)
-    column[[1, 33]] = [[-2.0], [-4.0]]
-    column[2] = 33.0
-    matrix = onebit._Matrix(np.array([34]), False, comm_over(()))
-    words, means = matrix.encode(jnp.asarray(column), matrix.heights)
-    assert words.tolist() == [[0b10], [0b10]]
-    assert means.tolist() == [[2.0], [-3.0]]  # (31 + 33) / 32 and -6 / 2
+def test_the_code_of_two_columns_worked_by_hand():
+    columns = np.ones((34, 2), np.float32)
+    columns[[1, 33], 0] = [-2.0, -4.0]
+    columns[2, 0] = 33.0
+    matrix = onebit._Matrix(np.array([34, 34]), False, comm_over(()))
+    words, means = matrix.encode(jnp.asarray(columns), matrix.heights)
+    assert words.tolist() == [[0b10, 0], [0b10, 0]]
+    assert means.tolist() == [[2.0, 1.0], [-3.0, 0.0]]  # (31 + 33) / 32 and -6 / 2; no negative entry: zero
     decoded = matrix.decode(onebit._code(words, means))
-    assert decoded.tolist() == np.where(column < 0, -3.0, 2.0).tolist()
+    assert decoded.tolist() == np.where(columns < 0, -3.0, [2.0, 1.0]).tolist()
 
 
 def test_no_two_values_have_a_smaller_squared_error_than_the_means():

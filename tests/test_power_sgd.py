@@ -307,7 +307,7 @@ def test_the_factors_are_bit_equal_on_all_workers_also_after_a_skipped_step():
         ({"min_rate": 0.5}, ValueError, r"min_rate must be in \[1, inf\), got 0.5"),
         ({"min_rate": float("nan")}, ValueError, "min_rate.*nan"),
         ({"epsilon": -1e-9}, ValueError, "epsilon.*-1e-09"),
-        ({"epsilon": 2}, ValueError, "epsilon.*2"),
+        ({"epsilon": 1.0}, ValueError, r"epsilon must be in \[0, 1\), got 1.0"),
         ({"key": 0}, TypeError, r"key must be a key made by jax.random.key\(seed\), got 0"),
     ],
 )

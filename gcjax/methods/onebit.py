@@ -4,10 +4,11 @@
 to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014, doi 10.21437/Interspeech.2014-274.
 
 **Wire format.** A column of r entries takes ceil(r / 32) + 2 uint32 words: its mask words, 1 for negative, entry i in
-bit i % 32 of word i // 32; the mean of the entries that are not negative and that of those that are, as float32. Per
-worker and bucket, first a uint32 vector to every worker, with the columns which that one owns; then, from every worker
-to all, the same of the means over workers. Matrix by matrix, row of words by row of words. Of c columns worker w of p
-owns those from floor(w c / p) on, and ceil(c / p) travel, so that all vectors are of one length.
+bit i % 32 of word i // 32; then the mean of the entries that are not negative and that of those that are, as float32.
+Per worker and bucket, first a uint32 vector to every worker, with the columns which that one owns: matrix by matrix,
+the first word of all columns, the second, and so on. Then, from every worker to all, the same of the means over the
+workers. Of c columns worker w of p owns ceil(c / p) from column w ceil(c / p) on; where there are fewer, empty columns
+make up for them, so that all vectors are of one length.
 
 **Deviations.** A leaf of shape (..., c) is a matrix of c columns: the last axis is the output in JAX's layers. A leaf
 with a single row or column is cut into columns of 512 consecutive entries, which several owners can share. The owner
@@ -66,9 +67,9 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
     as a column is in the notes of the module.
 
     Costs a float32 per parameter in state; 1 bit per parameter and 64 per column each way, whatever the number of
-    workers: 1 + 64 / r bits an entry for a layer of r inputs. With few rows that saves little, and columns fewer than
-    the workers travel several times over: send such leaves dense (`optax.partition`). The paper does so with small
-    dimensions, and with everything in the first hours. Momentum, weight decay and learning rate come after it:
+    workers: 1 + 64 / r bits an entry for a layer of r inputs. With few rows that saves little, and the columns of a leaf
+    are padded to a multiple of the workers: send small leaves dense (`optax.partition`). The paper does so with small
+    dimensions, and with everything at the start. Momentum, weight decay and learning rate come after it:
     `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
 
     Args:

@@ -96,7 +96,7 @@ def power_sgd_compress(
       min_rate: a matrix is compressed if that makes it at least so many times smaller, 1 or more.
       start_step: updates during which everything is sent whole, while the gradient changes fast; 0 or more.
       epsilon: a column of P of which no more than this share is left, after the earlier ones were taken out, counts as
-        zero; in [0, 1].
+        zero; in [0, 1).
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -120,7 +120,7 @@ def power_sgd_compress(
     _checks.integer("rank", rank, 1)
     _checks.integer("start_step", start_step, 0)
     _checks.number("min_rate", min_rate, 1.0, low_included=True)
-    _checks.number("epsilon", epsilon, 0.0, 1.0, low_included=True)
+    _checks.number("epsilon", epsilon, 0.0, 1.0, low_included=True, high_included=False)
     _checks.random_key("key", key)
 
     def pays(rows: int, columns: int) -> bool:

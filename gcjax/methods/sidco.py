@@ -48,9 +48,10 @@ def sidco_compress(
     with the density :math:`\delta = \delta_1 \cdots \delta_M`, the first :math:`\delta_1 = 1/4` and the others equal;
     from a density of 1/4 on there is only one stage. The update is the mean over workers of what they sent.
 
-    Every stage is one pass. At densities of 0.01 and 0.001, three stages send 0.7 to 1.2 times the wanted number for
-    magnitudes from normal to Student's t with three degrees of freedom, one stage 0 to 5 times. More stages are better
-    for lighter tails than exponential and for lower densities.
+    Every stage is one pass. At densities of 0.01 and 0.001, three stages send 0.65 to 1.2 times the wanted number of
+    entries that are distributed normally, or as Student's t down to three degrees of freedom, and one stage 0 to 5
+    times; the residual, which is cut off at the threshold, adds up to a half. More stages are better for lighter tails
+    than exponential and for lower densities.
 
     Costs a float32 and a bit per parameter in state; 64 bits per sent entry on the wire. Momentum, weight decay and
     learning rate come after it, clipping may stand before it:

@@ -9,9 +9,9 @@ algorithm 1.
 1 for negative, entry i in bit i % 32 of word i // 32; worker w counts the votes for the w-th share. Then, from every
 worker to all, the majority for its share in the same form.
 
-**Deviations.** The workers share the paper's server among them, so that no link carries more than two bits an entry,
-however many they are. A bit has no third value: a zero is sent as plus, and a tie is plus, where the paper's sign(0) is
-0. The learning rate and the decoupled weight decay stand after the vote in the chain.
+**Deviations.** The workers share the paper's server among them, so that none sends or receives more than two bits an
+entry, however many they are. A bit has no third value: a zero is sent as plus, and a tie is plus, where the paper's
+sign(0) is 0. The learning rate and the decoupled weight decay stand after the vote in the chain.
 """
 
 import dataclasses

@@ -111,8 +111,8 @@ def sketch_compress(
 
     **Randomness**: from `key`, shared: all workers draw the same sketch, another one in each step. **Bias**: each cell
     is an unbiased estimate, the choice of the largest is biased; entries are delayed, and with `momentum` 0 nothing is
-    lost. With momentum, what u still holds of an entry when it is sent is given up.
-    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
+    lost. With momentum, what u still holds of an entry when it is sent is given up. **Non-finite input**: the update is
+    NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.sketch_compress(density=0.5, key=jax.random.key(0))
@@ -126,8 +126,7 @@ def sketch_compress(
     _checks.integer("rows", rows, 1)
     if rows % 2 == 0:
         raise ValueError(f"rows must be odd, so that there is a middle one, got {rows}")
-    if columns is not None:
-        _checks.integer("columns", columns, 1)
+    _checks.integer("columns", 1 if columns is None else columns, 1)
     _checks.random_key("key", key)
     _checks.number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
     _checks.integer("candidates", candidates, 1)

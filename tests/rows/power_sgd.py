@@ -90,7 +90,7 @@ def power_sgd(name, ladder=(), **options):
     )
 
 
-ROWS = [power_sgd("rank2", rank=2), power_sgd("start", ladder=(122, sum(SIZES)), rank=1, start_step=3)]
+ROWS = [power_sgd("rank2", rank=2), power_sgd("start", ladder=(122, sum(SIZES)), rank=1, start_step=2)]
 
 
 def chain(axis_name, learning_rate):
