@@ -12,11 +12,11 @@ test: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Every law on every number of workers, in shard_map and pmap.
 test-full: $(VENV)/ready
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "full or not full"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -70,6 +70,8 @@ def make_train_step(
 
     Raises:
       ValueError: an axis that the mesh lacks; a batch that cannot be split evenly (when called).
+      RuntimeError (when called, on all processes): several processes that would not run the same step from the same
+        state; see `gcjax.check_agreement`.
     """
     axes = axis_tuple(axis_name)
     missing = [axis for axis in axes if axis not in mesh.shape]

@@ -18,7 +18,15 @@ import gcjax
 
 STEPS = 6
 METHODS = methods()
-EVERY_METHOD = pytest.mark.parametrize("row", METHODS, ids=lambda row: row.name)
+
+
+def each(rows):
+    """Parametrize by rows; all tests of a row run in one process, which compiles its steps once."""
+    marked = [pytest.param(row, id=row.name, marks=pytest.mark.xdist_group(row.name)) for row in rows]
+    return pytest.mark.parametrize("row", marked)
+
+
+EVERY_METHOD = each(METHODS)
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
@@ -54,7 +62,7 @@ def ran(row, workers=8, mode="shard_map", steps=STEPS, seed=0):
     return runner, gradients, squares, updates, infos
 
 
-WITH_ORACLE = pytest.mark.parametrize("row", [r for r in METHODS if r.oracle], ids=lambda row: row.name)
+WITH_ORACLE = each([row for row in METHODS if row.oracle])
 PLACES = [
     (8, "shard_map"),
     (3, "pmap"),

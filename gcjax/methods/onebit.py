@@ -67,9 +67,9 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
     as a column is in the notes of the module.
 
     Costs a float32 per parameter in state; 1 bit per parameter and 64 per column each way, whatever the number of
-    workers: 1 + 64 / r bits an entry for a layer of r inputs. With few rows that saves little, and the columns of a leaf
-    are padded to a multiple of the workers: send small leaves dense (`optax.partition`). The paper does so with small
-    dimensions, and with everything at the start. Momentum, weight decay and learning rate come after it:
+    workers: 1 + 64 / r bits an entry for a layer of r inputs. With few rows that saves little, and the columns of a
+    leaf are padded to a multiple of the workers: send small leaves dense (`optax.partition`). The paper does so with
+    small dimensions, and with everything at the start. Momentum, weight decay and learning rate come after it:
     `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
 
     Args:
