@@ -69,14 +69,19 @@ def main():
     }
     sizes = [1_000_000] if args.quick else [1_000_000, 10_000_000]
     for size in sizes:
-        common = {"size": size, "repeats": args.repeats}
-        record["selection"].append(_machine.run_child(sys.executable, common | {"method": None}, "default"))
-        for method in args.only or list(methods(None)):
-            for workers in (1, WORKERS):
-                load = round(os.getloadavg()[0], 1)
-                row = _machine.run_child(sys.executable, common | {"method": method, "workers": workers}, "default")
-                record["rows"].append({"method": method, "size": size, "workers": workers, "load": load} | row)
-                print(f"{method:<18} {size:>10,} x {workers} {row['step_ms']:>8} ms", file=sys.stderr)
+        request = {"size": size, "repeats": args.repeats, "method": None}
+        record["selection"].append(_machine.run_child(sys.executable, request, "default"))
+    names = args.only or list(methods(None))
+    cases = [(size, workers, name) for size in sizes for workers in (1, WORKERS) for name in names]
+    try:
+        for size, workers, method in cases:
+            load = round(os.getloadavg()[0], 1)
+            request = {"size": size, "repeats": args.repeats, "method": method, "workers": workers}
+            row = _machine.run_child(sys.executable, request, "default")
+            record["rows"].append({"method": method, "size": size, "workers": workers, "load": load} | row)
+            print(f"{method:<18} {size:>10,} x {workers} {row['step_ms']:>8} ms", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: what is measured by now is written", file=sys.stderr)
     text = table(record)
     print(text)
     if not (args.quick or args.only):
@@ -116,7 +121,9 @@ def job(job) -> dict:
     over = jax.NamedSharding(mesh, jax.P("data"))
     shape = (workers * size // COLUMNS, COLUMNS)
     original = jax.jit(lambda key: jax.random.normal(key, shape), out_shardings=over)(jax.random.key(1))
-    refill = jax.jit(lambda old, new: jax.tree.map(lambda a, b: a * 0 + b, old, new), donate_argnums=0)
+    refill = jax.jit(
+        lambda old, new: jax.tree.map(lambda a, b: (a * 0 + b).astype(b.dtype), old, new), donate_argnums=0
+    )
 
     def prepare(name):
         tx = methods(axis_name)[name]()
@@ -216,7 +223,7 @@ def table(record) -> str:
     for (method, size, workers), one in by_case.items():
         if workers != 1:
             continue
-        many = by_case[method, size, WORKERS]
+        many = by_case.get((method, size, WORKERS))
         cells = [
             method,
             f"{size // 1_000_000}M",
@@ -225,9 +232,11 @@ def table(record) -> str:
             one["over_pass_minima"],
             one["temporaries_over_n"],
             one["bits_per_entry"],
-            f"{many['step_ms']:.1f} ({many['step_min_ms']:.1f})",
-            many["over_dense"],
-            many["wire_ratio"],
+            *(
+                [f"{many['step_ms']:.1f} ({many['step_min_ms']:.1f})", many["over_dense"], many["wire_ratio"]]
+                if many
+                else "---"
+            ),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines.append("")
