@@ -1,7 +1,7 @@
 """What one update of every method costs, alone and with 8 virtual workers, beside the dense mean in the same process.
 
-Compress, exchange and decode are timed together. Virtual workers share the machine's cores: their times say what the
-arithmetic costs, not what a network would save.
+Compress, exchange and decode are timed together. `variance_compress`, which needs squares, is in `step.py`. Virtual
+workers share the machine's cores: their times say what the arithmetic costs, not what a network would save.
 """
 
 import argparse
@@ -30,7 +30,6 @@ def methods(axis_name) -> dict:
     return {
         "dense float32": lambda: gcjax.dense_compress(**place),
         "dense bfloat16": lambda: gcjax.dense_compress("bfloat16", **place),
-        "variance": lambda: gcjax.variance_compress(1.0, **place),
         "strom": lambda: gcjax.strom_compress(normal_threshold, **place),
         "top_k": lambda: gcjax.top_k_compress(DENSITY, **place),
         "drop": lambda: gcjax.drop_compress(DENSITY, **place),

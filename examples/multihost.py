@@ -38,8 +38,6 @@ from tqdm import tqdm
 
 import gcjax
 
-# JAX waits 100 and 300 seconds by default. The second is for the others at the end, who may have died.
-HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 10, 5
 METHODS = {
     "dense": lambda args: gcjax.dense_compress(axis_name="data"),
     "power_sgd": lambda args: gcjax.power_sgd_compress(rank=2, key=jax.random.key(1), axis_name="data"),
@@ -121,12 +119,12 @@ def train(args) -> None:
             bar.update()
 
     params = jax.device_get(state.params)  # each process has all of them
+    right = np.argmax(logits(params, test[0]), axis=-1) == test[1]
     digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(params)))
     digests = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8)).reshape(-1, 32)
     if (digests != digests[0]).any():
         raise Problem(f"the processes ended with different parameters: {[d.tobytes().hex()[:8] for d in digests]}")
     if speaks:
-        right = np.argmax(logits(params, test[0]), axis=-1) == test[1]
         wire_bytes = np.mean([s.wire_bytes for s in sent])
         ratio = sum(s.wire_ratio * s.wire_bytes for s in sent) / max(sum(s.wire_bytes for s in sent), 1)
         row = {
@@ -152,7 +150,7 @@ def connect(args) -> None:
     if args.devices_per_process:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices_per_process)
-    limits = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
+    limits = {"heartbeat_timeout_seconds": args.heartbeat, "shutdown_timeout_seconds": args.heartbeat}
     if args.auto:
         try:
             jax.distributed.initialize(initialization_timeout=args.wait, **limits)
@@ -169,7 +167,7 @@ def connect(args) -> None:
     else:
         left -= wait_for(host, port, args.wait)
     if is_loopback(host):
-        limits["coordinator_bind_address"] = f"{host}:{port}"  # by default the coordinator listens on every interface
+        limits["coordinator_bind_address"] = args.coordinator  # by default the coordinator listens on every interface
     try:
         jax.distributed.initialize(
             args.coordinator, args.processes, args.process, initialization_timeout=max(int(left), 5), **limits
@@ -263,11 +261,11 @@ def work(args) -> None:
         os._exit(130)
     except Exception as error:
         text = str(error).split("\n")[0]
-        if args.child and re.search("gloo|nccl|socket|connection|unavailable|heartbeat", text, re.IGNORECASE):
-            explain(lost(text))
-        elif isinstance(error, RuntimeError) and re.search("do not agree|never came", text):  # gcjax.check_agreement
+        if isinstance(error, RuntimeError) and re.search("do not agree|never came", text):  # gcjax.check_agreement
             explain(text)
             sys.exit(1)  # in an orderly way: this is raised on all of them, and all may say it
+        if args.child and re.search("gloo|nccl|socket|connection|unavailable|heartbeat", text, re.IGNORECASE):
+            explain(lost(text))
         else:
             traceback.print_exc()
     sys.stdout.flush()
@@ -387,6 +385,7 @@ def parse_options():
     cpus = "virtual CPU devices of each process, each a worker; 1 with --local; without it all devices that JAX finds"
     parser.add_argument("--devices-per-process", type=count, metavar="D", help=cpus)
     parser.add_argument("--wait", type=count, default=15, metavar="SECONDS", help="for the other processes to start")
+    parser.add_argument("--heartbeat", type=count, default=10, metavar="SECONDS", help="of silence that mean death")
     parser.add_argument("--method", choices=METHODS, default="variance", help="how gradients are exchanged")
     parser.add_argument("--alpha", type=real, default=1.5, help="criterion of variance")
     parser.add_argument("--density", type=real, default=0.01, help="fraction of the entries that top_k sends")

@@ -77,11 +77,14 @@ def test_the_largest_of_each_row_are_found_exactly(size, k):
         np.testing.assert_array_equal(np.sort(np.abs(row[found])), np.sort(np.abs(row))[-len(found) :])
 
 
-def test_sum_and_decay_worked_by_hand():
+SCHEDULED = optax.inject_hyperparams(gcjax.demo_compress, static_args=("top_k", "chunk"))  # the decay is traced
+
+
+@pytest.mark.parametrize("make", [gcjax.demo_compress, SCHEDULED], ids=["fixed", "traced"])
+def test_sum_and_decay_worked_by_hand(make):
     # Of two entries the coefficients are sum and difference over sqrt(2). What is left of (3, 1) is its difference.
-    (first, second, third), state = stepped(
-        gcjax.demo_compress(top_k=1, decay=0.5), [jnp.array([3.0, 1.0]), jnp.zeros(2), jnp.zeros(2)]
-    )
+    gradients = [jnp.array([3.0, 1.0]), jnp.zeros(2), jnp.zeros(2)]
+    (first, second, third), state = stepped(make(top_k=1, decay=0.5), gradients)
     np.testing.assert_allclose(first, [2, 2], rtol=1e-6)
     np.testing.assert_allclose(second, [0.5, -0.5], rtol=1e-6)
     np.testing.assert_array_equal(third, [0, 0])

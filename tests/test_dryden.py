@@ -1,5 +1,7 @@
 """Adaptive quantisation's own claims: two classes with thresholds and means of their own, and a fixed share sent."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +64,11 @@ def test_each_class_of_each_leaf_sends_its_share_within_the_error_of_the_sample(
     # A heavy positive and a light negative class, and a leaf of another size whose values are a thousand times smaller.
     skewed = jax.random.normal(key, (N,)) + 0.5
     leaves = {"a": jnp.where(skewed > 0, skewed**3, skewed), "b": jax.random.normal(key, (N // 4,)) * 1e-3}
-    tx = gcjax.dryden_compress(0.02, capacity=N)
-    updates, _ = jax.jit(tx.update)(leaves, tx.init(leaves))
+    tx = gcjax.dryden_compress(0.02)
+    updates, state = jax.jit(tx.update)(leaves, tx.init(leaves))
+    info = gcjax.info(state)
+    assert info.overflow[0] == 0
+    assert info.capacity < 1.3 * 0.02 * 1.25 * N
     for name, leaf in leaves.items():
         for sign in (1, -1):
             of_class = sign * np.asarray(leaf) > 0
@@ -72,6 +77,22 @@ def test_each_class_of_each_leaf_sends_its_share_within_the_error_of_the_sample(
             assert share == pytest.approx(0.02, rel=5 / np.sqrt(0.02 * 32768 * of_class.mean()))
             sent = np.asarray(leaf)[updates[name] != 0] * sign
             assert sent[sent > 0].min() > np.quantile(np.asarray(leaf)[of_class] * sign, 0.97)
+
+
+def test_another_sample_is_taken_in_every_step():
+    g = jax.random.normal(jax.random.key(0), (N,))
+    tx = gcjax.dryden_compress(0.02, capacity=N)
+    start = tx.init(g)
+    (bucket,) = start.buckets.value
+
+    def counted(step):
+        held = dataclasses.replace(bucket, step=step)
+        return tx.update(g, start._replace(buckets=dataclasses.replace(start.buckets, value=(held,))))[1]
+
+    counts = [int(gcjax.info(jax.jit(counted)(jnp.array([step]))).sent[0]) for step in range(6)]
+    assert len(set(counts)) > 3
+    # Of a sample of 65,536: 1,311 above the threshold.
+    assert np.mean(counts) == pytest.approx(0.02 * N, rel=5 / np.sqrt(1311 * 6))
 
 
 def test_the_residual_is_shorter_by_what_is_sent():

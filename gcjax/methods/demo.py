@@ -91,7 +91,8 @@ def demo_compress(
     Args:
       top_k: coefficients to send of each chunk; all of a smaller one.
       chunk: the largest length of a chunk along an axis, up to 256.
-      decay: beta, in [0, 1]. With 1 nothing is lost. May be traced.
+      decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams` with `top_k` and `chunk`
+        among its static_args).
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:

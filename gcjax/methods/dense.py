@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax import _checks
+from gcjax._feedback import gather_mean
 from gcjax._layout import Bucket
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor, sent_whole
@@ -53,15 +54,16 @@ def dense_compress(dtype="float32", *, axis_name=None, inner_axis_name=None) -> 
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     _checks.choice("dtype", name, DTYPES)
 
+    def widen(bits):
+        return jax.lax.bitcast_convert_type(bits, jnp.dtype(name)).astype(jnp.float32)
+
     def update(gradient, sum_grad_squared, state, comm, ok):
         del sum_grad_squared
         if name == "float32":
             mean = comm.mean(gradient)
         else:
             sent = jax.lax.bitcast_convert_type(gradient.astype(name), jnp.uint16)
-            mean = jnp.mean(
-                jax.lax.bitcast_convert_type(comm.gather(sent), jnp.dtype(name)).astype(jnp.float32), axis=0
-            )
+            mean = gather_mean(sent, widen, state.bucket.size, comm, ok)
         entries = state.bucket.entries
         return jnp.where(ok, mean, jnp.nan), state, sent_whole(entries, entries * (32 if name == "float32" else 16))
 
