@@ -26,7 +26,6 @@ LIMIT = 300  # seconds; what hangs on a busy machine must not be taken for a han
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
-pytestmark = pytest.mark.xdist_group("multihost")  # one after the other: each of them fills two cores
 
 
 @pytest.fixture
