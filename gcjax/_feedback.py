@@ -15,8 +15,9 @@ from jax import lax
 from gcjax._bits import unpack_mask
 from gcjax._codec import float_code
 from gcjax._layout import Bucket
+from gcjax._owners import take_back
 from gcjax._random import step_key
-from gcjax._sparse import exchange
+from gcjax._sparse import check_transport, exchange
 from gcjax._types import Array, Comm, Compressor, sent_whole
 
 UNROLLED = 16  # payloads of up to so many workers are decoded in one pass over the bucket
@@ -45,12 +46,14 @@ class SparseState:
         return jnp.where(unpack_mask(self.reset, self.bucket.size), 0, self.accumulated)
 
 
-def sparse_method(select: Callable, capacities: Callable) -> Compressor:
+def sparse_method(select: Callable, capacities: Callable, transport: str) -> Compressor:
     """A compressor that sends the entries which `select` chooses, as float32 values with 32-bit indices.
 
     select(a, step, bucket) -> uint32 mask words of the entries of a (float32[n], gradient plus residual) to send;
     capacities(bucket) -> ascending tuple of payload sizes. What does not fit the largest stays in the residual.
+    transport: of the sparse exchange.
     """
+    check_transport(transport)
     code = float_code(32)
 
     def init(bucket: Bucket) -> SparseState:
@@ -68,10 +71,13 @@ def sparse_method(select: Callable, capacities: Callable) -> Compressor:
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         a = jnp.where(ok, state.residual + gradient, state.accumulated)
         words = select(a, state.step, bucket)
-        out = exchange(a, words, state.first, jnp.zeros(0, jnp.uint32), None, code, capacities(bucket), comm, ok)
+        no_scale, slots = jnp.zeros(0, jnp.uint32), capacities(bucket)
+        out = exchange(a, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
+        reset = jnp.where(ok, out.words, state.reset)
+        reset, (a,) = take_back(out.returned, reset, (a,), lambda word, rows: (0,))
         new = SparseState(
             accumulated=a,
-            reset=jnp.where(ok, out.words, state.reset),
+            reset=reset,
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
             bucket=bucket,

@@ -62,26 +62,27 @@ class SparseOracle:
     `capacity`: the largest number of entries that may be sent; beyond it see `first_that_fit`.
     """
 
-    def __init__(self, workers, sizes, select, capacity=None):
-        self.sizes, self.select, self.capacity = sizes, select, capacity
+    def __init__(self, workers, sizes, select, capacity=None, transport="all_gather"):
+        self.sizes, self.select = sizes, select
+        self.wire = wire(transport, workers, sizes, capacity)
         self.a = [np.zeros(sum(sizes), F) for _ in range(workers)]
-        self.steps, self.first_word = 0, [0] * workers
+        self.steps = 0
 
     def step(self, gradients, squares):
         del squares
-        mean, counts = np.zeros(sum(self.sizes), F), []
+        messages, counts = [], []
         for w, leaves in enumerate(gradients):
-            a = self.a[w] + np.concatenate([np.ravel(leaf) for leaf in leaves]).astype(F)
-            chosen = list(self.select(a, self.steps))
-            sent = chosen
-            if self.capacity is not None:
-                sent, self.first_word[w] = first_that_fit(chosen, self.sizes, self.capacity, self.first_word[w])
-            for i in sorted(sent):
-                mean[i] += F(a[i] / F(len(gradients)))
-                a[i] = 0
-            self.a[w] = a
+            self.a[w] = self.a[w] + np.concatenate([np.ravel(leaf) for leaf in leaves]).astype(F)
+            chosen = list(self.select(self.a[w], self.steps))
+            sent = self.wire.fit(w, chosen)
+            messages.append({i: self.a[w][i] for i in sent})
+            self.a[w][sent] = 0
             counts.append((len(chosen), len(sent), 0, len(chosen) - len(sent)))
         self.steps += 1
+        mean, back = self.wire.deliver(messages)
+        for w, returned in enumerate(back):
+            for i, y in returned.items():
+                self.a[w][i] += y
         return split(mean, self.sizes), counts
 
 
@@ -90,17 +91,104 @@ def split(flat, sizes):
     return np.split(flat, np.cumsum(sizes)[:-1])
 
 
-def first_that_fit(chosen, sizes, capacity, first_word):
-    """Of entries given by their place among all parameters, those that fit the payload, and the next first word.
+def wire(transport, workers, sizes, capacity):
+    """How the entries travel that workers send: `fit` says which of a worker's do, `deliver` what becomes of them.
 
-    They go in whole words of 32 entries of the flat bucket, in which every leaf begins at a new word.
+    capacity: a number of slots, a ladder of them, or None.
     """
-    if len(chosen) <= capacity:
-        return chosen, 0
+    alone = transport == "all_gather" or workers == 1
+    top = max(capacity) if isinstance(capacity, tuple) else capacity
+    return ToAll(workers, sizes, top) if alone else ThroughOwners(workers, sizes, capacity)
+
+
+class ToAll:
+    def __init__(self, workers, sizes, capacity):
+        self.sizes, self.capacity, self.first_word = sizes, capacity, [0] * workers
+
+    def fit(self, worker, chosen):
+        """Those of `chosen`, places among all parameters, that fit the payload."""
+        if self.capacity is None:
+            return chosen
+        sent, self.first_word[worker] = first_that_fit(chosen, self.sizes, self.capacity, self.first_word[worker])
+        return sent
+
+    def deliver(self, messages):
+        """Each worker's {place: value} -> the mean, and of each worker {place: value} what comes back to it."""
+        mean = np.zeros(sum(self.sizes), F)
+        for message in messages:
+            for i, y in message.items():
+                mean[i] += F(y / F(len(messages)))
+        return mean, [{} for _ in messages]
+
+
+class ThroughOwners:
+    def __init__(self, workers, sizes, capacity):
+        self.workers, self.sizes, self.word_of = workers, sizes, places(sizes)
+        ladder = capacity if isinstance(capacity, tuple) else (capacity,)
+        self.ladder = sorted(max(math.ceil(math.ceil(rung / 32) * 32 / workers), 32) for rung in ladder)
+        words = math.ceil((max(self.word_of) + 1) / 32) * 32
+        self.rounds = math.ceil(words / workers / 32) * 32
+        self.first_round = [0] * workers
+
+    def owner(self, i):
+        """Owner of a parameter, and the round in which it was dealt."""
+        dealt_in, seat = divmod(self.word_of[i], self.workers)
+        turn = int(quick_bits(np.uint32(0), np.array([dealt_in]))[0]) % self.workers
+        return (seat - turn) % self.workers, dealt_in
+
+    def fit(self, worker, chosen):
+        first, sent, stops = self.first_round[worker], [], []
+        for owner in range(self.workers):
+            by_round = {}
+            for i in sorted(chosen):
+                if self.owner(i)[0] == owner:
+                    by_round.setdefault(self.owner(i)[1], []).append(i)
+            room = self.ladder[-1]
+            for dealt_in in sorted(by_round, key=lambda r: (r < first, r)):
+                if len(by_round[dealt_in]) > room:
+                    stops.append((dealt_in - first) % self.rounds)
+                    break
+                room -= len(by_round[dealt_in])
+                sent += by_round[dealt_in]
+        self.first_round[worker] = (first + min(stops)) % self.rounds if stops else 0
+        return sorted(sent)
+
+    def deliver(self, messages):
+        share = F(1) / F(self.workers)  # XLA multiplies by it; where owners choose between ties, that matters
+        sums, passed_on = np.zeros(sum(self.sizes), F), np.zeros(sum(self.sizes), F)
+        for message in messages:
+            for i, y in message.items():
+                sums[i] += F(y * share)
+        fullest = max(
+            sum(self.owner(i)[0] == owner for i in message) for message in messages for owner in range(self.workers)
+        )
+        slots = next(rung for rung in self.ladder if rung >= fullest)
+        back = []
+        for owner in range(self.workers):
+            owned = [i for i in range(len(sums)) if sums[i] != 0 and self.owner(i)[0] == owner]
+            best = [owned[j] for j in largest(np.abs(sums[owned]), slots)]
+            passed_on[best] = sums[best]
+            back.append({i: F(sums[i] * F(self.workers)) for i in owned if i not in best})
+        return passed_on, back
+
+
+def places(sizes):
+    """Every parameter's word of 32 entries in the flat bucket, in which every leaf begins at a new word."""
     place, offset = [], 0
     for size in sizes:
         place += [offset + i // 32 for i in range(size)]
         offset += -(-size // 32)
+    return place
+
+
+def first_that_fit(chosen, sizes, capacity, first_word):
+    """Of entries given by their place among all parameters, those that fit the payload, and the next first word.
+
+    They go in whole words of 32 entries.
+    """
+    if len(chosen) <= capacity:
+        return chosen, 0
+    place = places(sizes)
     words = {}
     for i in sorted(chosen):
         words.setdefault(place[i], []).append(i)

@@ -134,9 +134,10 @@ def test_the_compiled_collectives_move_exactly_the_reported_bytes(row, workers):
     always = sum(c.ring_bytes for c in found if not c.branch)
     branches = {c.branch for c in found if c.branch}
     by_capacity = sorted(sum(c.ring_bytes for c in found if c.branch == branch) for branch in branches)
-    assert len(by_capacity) == (len(row.ladder) if len(row.ladder) > 1 else 0)
+    ladder = row.capacities(workers)
+    assert len(by_capacity) == (len(ladder) if len(ladder) > 1 else 0)
     for info in infos:
-        on_this_step = by_capacity[row.ladder.index(info.capacity)] if by_capacity else 0.0
+        on_this_step = by_capacity[ladder.index(info.capacity)] if by_capacity else 0.0
         assert info.wire_bytes == pytest.approx(always + on_this_step, rel=1e-6)
 
 
@@ -146,8 +147,9 @@ def test_the_capacity_follows_the_data(row):
         pytest.skip("fixed size")
     infos = ran(row)[4]
     for info in infos:
-        needed = [rung for rung in row.ladder if rung >= info.sent.max()]
-        assert info.capacity == needed[0]
+        needed = [rung for rung in row.capacities(8) if rung >= info.sent.max()]
+        # Through owners, the fullest one decides: see its oracle.
+        assert info.capacity == needed[0] if row.transport == "all_gather" else info.capacity in needed
     assert len({info.capacity for info in infos}) > 1
 
 

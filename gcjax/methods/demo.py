@@ -30,6 +30,7 @@ from jax import lax
 
 from gcjax import _checks
 from gcjax._bits import bits_float, float_bits, pack_uint, packed_size, unpack_uint
+from gcjax._compat import zeros
 from gcjax._layout import Bucket, Segment
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor, sent_whole
@@ -185,7 +186,7 @@ def _mean(payloads, sent_shapes, shapes, ok) -> Sequence[Array]:
             for x, positions, value in zip(mean, _positions(places, shapes), values, strict=True)
         ]
 
-    start = [jnp.full(math.prod(shape), jnp.where(ok, 0.0, jnp.nan), jnp.float32) for shape in shapes]
+    start = [zeros(math.prod(shape), jnp.float32, payloads) + jnp.where(ok, 0.0, jnp.nan) for shape in shapes]
     return lax.fori_loop(0, len(payloads), add, start)
 
 

@@ -27,8 +27,9 @@ from gcjax._bits import unpack_mask
 from gcjax._codec import float_code
 from gcjax._groups import whole_group
 from gcjax._layout import Bucket, Segment
+from gcjax._owners import take_back
 from gcjax._select import entries_for, top_k_words
-from gcjax._sparse import capacities_for, check_capacity, exchange
+from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -78,6 +79,7 @@ def dgc_compress(
     warmup_steps: int = 0,
     dense_below: int = 4096,
     capacity=None,
+    transport="all_gather",
     axis_name=None,
     inner_axis_name=None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,6 +119,7 @@ def dgc_compress(
         paper has an epoch for each. 0 for none, and with a schedule.
       dense_below: see above; 0 compresses everything.
       capacity: as in `gcjax.variance_compress`; None for one that fits each stage.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -145,6 +148,7 @@ def dgc_compress(
     if clip_norm is not None:
         _checks.number("clip_norm", clip_norm, 0.0)
     check_capacity(capacity)
+    check_transport(transport)
     densities, k_at = _plan(density, warmup_steps)
     code = float_code(32)
 
@@ -175,14 +179,16 @@ def dgc_compress(
         fitting = tuple(math.ceil(share * entries) for share in densities)
         slots = capacities_for(fitting if capacity is None else capacity, bucket)
         words, no_scale = top_k_words(v, k_at(state.step, entries)), jnp.zeros(0, jnp.uint32)
-        out = exchange(v, words, state.first, no_scale, None, code, slots, comm, ok)
+        out = exchange(v, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
         mean = out.mean
         if small:
             mean = _joined(mean, jnp.where(ok, comm.mean(_take(added, small)), jnp.nan), small)
+        reset = jnp.where(ok, out.words, state.reset)
+        reset, (v, u) = take_back(out.returned, reset, (v, u), lambda word, v, u: (0, 0 if masking else u))
         new = DGCState(
             momentum=u,
             velocity=v,
-            reset=jnp.where(ok, out.words, state.reset),
+            reset=reset,
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
             masking=masking,

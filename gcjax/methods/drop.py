@@ -34,7 +34,13 @@ RUNGS = (0.5, 1.25, 2.0)  # default capacities, as shares of the wanted count
 
 
 def drop_compress(
-    density=0.01, *, layer_wise: bool = False, capacity=None, axis_name=None, inner_axis_name=None
+    density=0.01,
+    *,
+    layer_wise: bool = False,
+    capacity=None,
+    transport="all_gather",
+    axis_name=None,
+    inner_axis_name=None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
 
@@ -58,6 +64,7 @@ def drop_compress(
         different size (the paper: those without layer normalisation). A leaf then always sends at least an entry. The
         samples are smaller, 65,536 entries in all but at least 4,096 a leaf.
       capacity: as in `gcjax.variance_compress`; None for 1/2, 5/4 and 2 times the wanted count.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -92,7 +99,7 @@ def drop_compress(
         around = tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
         return capacities_for(around if capacity is None else capacity, bucket)
 
-    return compress(sparse_method(select, capacities), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _of_all(a, step, bucket: Bucket, density):

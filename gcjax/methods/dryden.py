@@ -25,8 +25,9 @@ from gcjax._bits import float_bits, pack_planes, to_unit, unpack_mask
 from gcjax._codec import class_mean_code
 from gcjax._groups import Groups, leaf_groups
 from gcjax._layout import Bucket
+from gcjax._owners import take_back
 from gcjax._select import SAMPLE, entries_for, quantile_threshold, sampled
-from gcjax._sparse import capacities_for, check_capacity, exchange
+from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -62,7 +63,7 @@ class DrydenState:
 
 
 def dryden_compress(
-    density=0.01, *, capacity=None, axis_name=None, inner_axis_name=None
+    density=0.01, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the largest entries of either sign of gradient plus residual as their class's mean, one word an entry.
 
@@ -83,6 +84,7 @@ def dryden_compress(
     Args:
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
       capacity: as in `gcjax.variance_compress`; None for a ladder from a quarter to twice the wanted count.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -105,6 +107,7 @@ def dryden_compress(
     """
     _checks.number("density", density, 0.0, 1.0)
     check_capacity(capacity)
+    check_transport(transport)
     code = class_mean_code()
 
     def init(bucket: Bucket) -> DrydenState:
@@ -124,13 +127,18 @@ def dryden_compress(
         a = jnp.where(ok, state.residual + gradient, state.accumulated)
         words, means = _select(a, density, leaf_groups(bucket), state.step)
         slots = capacities_for(_ladder(density, bucket) if capacity is None else capacity, bucket)
-        out = exchange(
-            a, words, state.first, float_bits(means), jnp.asarray(bucket.segment_of_word()), code, slots, comm, ok
-        )
+        leaf = jnp.asarray(bucket.segment_of_word())
+        out = exchange(a, words, state.first, float_bits(means), leaf, code, slots, comm, ok, transport=transport)
+        means = jnp.where(ok, means, state.means)
+
+        def left(word, a):
+            return (a - means[leaf[word] + jnp.where(a < 0, len(bucket.segments), 0)],)
+
+        reset, (a,) = take_back(out.returned, jnp.where(ok, out.words, state.reset), (a,), left)
         new = DrydenState(
             accumulated=a,
-            reset=jnp.where(ok, out.words, state.reset),
-            means=jnp.where(ok, means, state.means),
+            reset=reset,
+            means=means,
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
             bucket=bucket,

@@ -24,6 +24,7 @@ import optax
 from gcjax import _checks
 from gcjax._bits import unpack_mask
 from gcjax._codec import float_code
+from gcjax._compat import varying_axes
 from gcjax._layout import Bucket
 from gcjax._select import entries_for, top_k_words
 from gcjax._sparse import capacities_for, exchange
@@ -130,6 +131,11 @@ def _summed_up(changes: optax.GradientTransformationExtraArgs) -> optax.Gradient
     """
 
     def init(params):
+        if axes := varying_axes(params):
+            raise ValueError(
+                f"ef21_compress takes no parameters that are sharded over {sorted(axes)}, as it keeps the sum of its "
+                "updates unsharded; top_k_compress does"
+            )
         return EF21State(changes.init(params), jax.tree.map(lambda x: jnp.zeros(jnp.size(x)), params))
 
     def update(updates, state, params=None, **extra_args):

@@ -31,7 +31,7 @@ RUNGS = (0.5, 4 / 3, 4.0)  # default capacities, as shares of k; the rounds aim 
 
 
 def gaussian_k_compress(
-    density, *, capacity=None, axis_name=None, inner_axis_name=None
+    density, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
 
@@ -56,6 +56,7 @@ def gaussian_k_compress(
     Args:
       density: share of the entries meant to be sent, in (0, 1].
       capacity: as in `gcjax.variance_compress`; None for 1/2, 4/3 and 4 times k.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -90,7 +91,7 @@ def gaussian_k_compress(
         around = tuple(min(math.ceil(rung * k), bucket.entries) for rung in RUNGS)
         return capacities_for(around if capacity is None else capacity, bucket)
 
-    return compress(sparse_method(select, capacities), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _standard(a, bucket: Bucket, quantile: float):

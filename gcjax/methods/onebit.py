@@ -27,6 +27,7 @@ import optax
 from jax import lax
 
 from gcjax._bits import LANES, bits_float, count_bits, float_bits
+from gcjax._compat import zeros
 from gcjax._layout import Bucket, Segment
 from gcjax._transform import compress
 from gcjax._types import Array, Comm, Compressor, sent_whole
@@ -257,7 +258,7 @@ class _Matrix:
             return lax.dynamic_update_slice_in_dim(code, shares[worker], worker * self.width, 1)
 
         workers, words, _ = shares.shape
-        code = jnp.zeros((words, len(self.heights)), jnp.uint32)
+        code = zeros((words, len(self.heights)), jnp.uint32, shares)
         return lax.fori_loop(0, workers, put, code, unroll=min(workers, _UNROLLED))
 
 

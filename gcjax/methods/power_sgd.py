@@ -24,6 +24,7 @@ import optax
 from jax import lax
 
 from gcjax import _checks
+from gcjax._compat import zeros
 from gcjax._layout import Bucket
 from gcjax._matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._transform import compress
@@ -161,7 +162,10 @@ def power_sgd_compress(
         def dense(comm: Comm):
             *out, mean_others = _means([*matrices, others], comm)
             mean = layout.join([y + fill for y in out], mean_others + fill)
-            return mean, [jnp.zeros(p.shape) for p in state.left], [jnp.zeros(q.shape) for q in state.right]
+            none = [
+                [zeros(factor.shape, factor.dtype, mean) for factor in factors] for factors in (state.left, state.right)
+            ]
+            return mean, *none
 
         values = others.size + sum(factor.size for factor in (*state.left, *state.right))
         if start_step == 0:

@@ -33,7 +33,7 @@ RUNGS = (0.75, 1.25, 2.0)  # default capacities, as shares of the wanted count
 
 
 def sidco_compress(
-    density, *, stages: int = 3, capacity=None, axis_name=None, inner_axis_name=None
+    density, *, stages: int = 3, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual above a threshold that fits an exponential to their magnitudes.
 
@@ -61,6 +61,7 @@ def sidco_compress(
       density: :math:`\delta`, share of the entries meant to be sent, in (0, 1].
       stages: M, at least 1.
       capacity: as in `gcjax.variance_compress`; None for 3/4, 5/4 and 2 times the wanted count.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -95,7 +96,7 @@ def sidco_compress(
         around = tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
         return capacities_for(around if capacity is None else capacity, bucket)
 
-    return compress(sparse_method(select, capacities), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _ratios(density: float, stages: int) -> tuple[float, ...]:

@@ -20,7 +20,8 @@ from gcjax import _checks
 from gcjax._bits import pack_mask, unpack_mask
 from gcjax._codec import sign_code
 from gcjax._layout import Bucket
-from gcjax._sparse import capacities_for, check_capacity, exchange
+from gcjax._owners import take_back
+from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -51,7 +52,7 @@ class StromState:
 
 
 def strom_compress(
-    threshold, *, capacity=None, axis_name=None, inner_axis_name=None
+    threshold, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold, one word an entry.
 
@@ -68,7 +69,7 @@ def strom_compress(
 
     Args:
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
-      capacity, axis_name, inner_axis_name: as in `gcjax.variance_compress`.
+      capacity, transport, axis_name, inner_axis_name: as in `gcjax.variance_compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -89,6 +90,7 @@ def strom_compress(
     """
     _checks.number("threshold", threshold, 0.0)
     check_capacity(capacity)
+    check_transport(transport)
     code = sign_code(threshold)
 
     def init(bucket: Bucket) -> StromState:
@@ -101,12 +103,15 @@ def strom_compress(
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         r = jnp.where(ok, state.residual + gradient, state.accumulated)
         words = pack_mask(jnp.abs(r) > threshold)
-        no_scale = jnp.zeros(0, jnp.uint32)
-        out = exchange(r, words, state.first, no_scale, None, code, capacities_for(capacity, bucket), comm, ok)
+        no_scale, slots = jnp.zeros(0, jnp.uint32), capacities_for(capacity, bucket)
+        out = exchange(r, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
+        tau = jnp.where(ok, jnp.float32(threshold), state.threshold)
+        reset = jnp.where(ok, out.words, state.reset)
+        reset, (r,) = take_back(out.returned, reset, (r,), lambda word, r: (r - jnp.copysign(tau, r),))
         new = StromState(
             accumulated=r,
-            reset=jnp.where(ok, out.words, state.reset),
-            threshold=jnp.where(ok, jnp.float32(threshold), state.threshold),
+            reset=reset,
+            threshold=tau,
             first=jnp.where(ok, out.first, state.first),
             bucket=bucket,
         )

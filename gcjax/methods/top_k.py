@@ -20,7 +20,9 @@ from gcjax._sparse import capacities_for
 from gcjax._transform import compress
 
 
-def top_k_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+def top_k_compress(
+    density, *, transport="all_gather", axis_name=None, inner_axis_name=None
+) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
 
     .. math::
@@ -35,6 +37,7 @@ def top_k_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.Gr
 
     Args:
       density: share of the entries to send, in (0, 1].
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -63,4 +66,4 @@ def top_k_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.Gr
     def capacities(bucket):
         return capacities_for(entries_for(density, bucket.entries), bucket)
 
-    return compress(sparse_method(select, capacities), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)

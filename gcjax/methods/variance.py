@@ -27,8 +27,9 @@ from gcjax import _checks
 from gcjax._bits import FLOAT_MAX, LANES, count_bits, pack_mask, pack_mask_and_peak, unpack_mask
 from gcjax._codec import Code, float_code, level_code, power_of_two_code, sign_code
 from gcjax._layout import Bucket
+from gcjax._owners import take_back
 from gcjax._random import step_key
-from gcjax._sparse import capacities_for, check_capacity, exchange
+from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -67,15 +68,9 @@ class VarianceState:
 
     def after_reset(self) -> tuple[Array, Array]:
         """r and v as they stand between two updates, v not yet decayed."""
-        r, v, tau = self.accumulated, self.variance, self.threshold
-        if self.kept == "nothing":
-            rest_r, rest_v = jnp.float32(0), jnp.float32(0)
-        elif self.kept == "excess":
-            rest_r = r - jnp.copysign(tau, r)
-            rest_v = jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)  # falls by as much as r**2
-        else:
-            scale = jnp.repeat(self.scale[self.bucket.segment_of_word()], LANES)[: self.bucket.size]
-            rest_r, rest_v = r - CODES[self.kept]().round(r, scale), jnp.float32(0)
+        r, v = self.accumulated, self.variance
+        scale = jnp.repeat(self.scale[self.bucket.segment_of_word()], LANES)[: self.bucket.size]
+        rest_r, rest_v = _left(r, v, self.kept, self.threshold, scale)
         mask = unpack_mask(self.reset, self.bucket.size)
         return jnp.where(mask, rest_r, r), jnp.where(mask, rest_v, v)
 
@@ -95,6 +90,7 @@ def variance_compress(
     values: str = "power_of_two",
     key=None,
     capacity=None,
+    transport="all_gather",
     axis_name=None,
     inner_axis_name=None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -130,6 +126,10 @@ def variance_compress(
         worker's entries is used), or None for a ladder from 1/1024 to 1/16 of the parameters. Rounded up to a
         multiple of 32; for each bucket of a model above 2**28 parameters. Entries beyond the largest stay in the
         residual and are first in the next step.
+      transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
+        pass on the largest sums, `capacity` in all: traffic stops growing with the workers, while more entries wait.
+        What an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less
+        at the largest capacity; mostly "reduce_scatter" from 4 or 5 workers on.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
 
@@ -156,6 +156,7 @@ def variance_compress(
     """
     _check(alpha, decay, threshold, feedback, underflow, values, key)
     check_capacity(capacity)
+    check_transport(transport)
     hybrid = threshold is not None
     tau = threshold if hybrid else 0.0
     code = sign_code(threshold) if hybrid else CODES[values]()
@@ -183,16 +184,24 @@ def variance_compress(
             clear = clear & (jnp.abs(r) > threshold)
         passed, words, scale = _encodable(clear, r, code, segment_of_word, len(bucket.segments))
         draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        capacities = capacities_for(capacity, bucket)
-        out = exchange(r, words, state.first, scale, segment_of_word, code, capacities, comm, ok, draw)
+        slots = capacities_for(capacity, bucket)
+        out = exchange(r, words, state.first, scale, segment_of_word, code, slots, comm, ok, draw, transport)
         dropped = passed & ~words if underflow == "drop" else jnp.uint32(0)
+        reset = jnp.where(ok, out.words | dropped, state.reset)
+        scale = jnp.where(ok, scale, state.scale)
+        of_payload = jnp.where(ok, jnp.float32(tau), state.threshold)  # by which `reset` goes
+
+        def left(word, r, v):
+            return _left(r, v, kept, of_payload, scale[segment_of_word[word]])
+
+        reset, (r, v) = take_back(out.returned, reset, (r, v), left)
         new = dataclasses.replace(
             state,
             accumulated=r,
             variance=v,
-            reset=jnp.where(ok, out.words | dropped, state.reset),
-            scale=jnp.where(ok, scale, state.scale),
-            threshold=jnp.where(ok, jnp.float32(tau), state.threshold),  # by which `reset` goes: that of this payload
+            reset=reset,
+            scale=scale,
+            threshold=of_payload,
             first=jnp.where(ok, out.first, state.first),
             step=state.step + ok,
         )
@@ -223,6 +232,15 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
         _checks.random_key("key (values='levels' draws random numbers)", key)
     elif key is not None:
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
+
+
+def _left(r, v, kept: str, tau, scale):
+    """What a reset leaves of r and v; scale is that of their leaves in the last payload."""
+    if kept == "nothing":
+        return jnp.float32(0), jnp.float32(0)
+    if kept == "excess":
+        return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)  # v falls as r**2 does
+    return r - CODES[kept]().round(r, scale), jnp.float32(0)
 
 
 def _accumulate(gradient, sum_grad_squared, state: VarianceState, decay, ok):

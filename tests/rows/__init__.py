@@ -28,7 +28,7 @@ class Row(NamedTuple):
       a list of flat leaves; counts, (selected, sent, underflow, overflow) of each worker); None where there is none.
     conserves: keeps all that it does not send: the sum of the updates and the mean residual make up the dense sum.
     rtol: relative tolerance to the oracle; 0 where it must agree to the bit.
-    ladder: capacities of the payload, ascending; () where the size is fixed.
+    ladder: capacities of the payload, ascending; () where the size is fixed.  transport: of the sparse exchange.
     joins: gives the same updates when the model is cut into several buckets in the middle of leaves.
     uses_squares: reads `sum_grad_squared`.
     wire: dtypes of the collectives.  dense_wire: may all-reduce as many words as there are parameters.
@@ -42,11 +42,18 @@ class Row(NamedTuple):
     conserves: bool = False
     rtol: float = 0.0
     ladder: tuple[int, ...] = ()
+    transport: str = "all_gather"
     joins: bool = False
     uses_squares: bool = False
     wire: frozenset[str] = frozenset({"u32", "s32"})
     dense_wire: bool = False
     infinite_at: float = float("inf")
+
+    def capacities(self, workers: int) -> tuple[int, ...]:
+        """The ladder as `workers` see it: through owners, every one of them has as many slots, at least 32."""
+        if self.transport == "all_gather":
+            return self.ladder
+        return tuple(sorted({max(-(-slots // workers), 32) * workers for slots in self.ladder}))
 
 
 def seed_words(key, step, leaf=0, begin=0, rank=None):

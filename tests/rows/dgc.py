@@ -2,7 +2,7 @@
 
 import numpy as np
 import optax
-from oracle import F, first_that_fit, largest, split
+from oracle import F, largest, split, wire
 
 import gcjax
 from rows import Row
@@ -11,21 +11,23 @@ from rows import Row
 class DGCOracle:
     """densities(step) -> the density of that step."""
 
-    def __init__(self, workers, sizes, densities, momentum, nesterov=False, dense_below=0, capacity=None):
+    def __init__(
+        self, workers, sizes, densities, momentum, nesterov=False, dense_below=0, capacity=None, transport="all_gather"
+    ):
         self.sizes, self.densities, self.m = sizes, densities, F(momentum)
-        self.nesterov, self.capacity = nesterov, capacity
+        self.nesterov, self.wire = nesterov, wire(transport, workers, sizes, capacity)
         self.small = np.concatenate([np.full(n, n < dense_below) for n in sizes])
         self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.v = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.dense_momentum = np.zeros(sum(sizes), F)  # of the mean gradient, as the authors have it
-        self.steps, self.first_word = 0, [0] * workers
+        self.steps = 0
 
     def step(self, gradients, squares):
         del squares
         flat = [np.concatenate([np.ravel(leaf) for leaf in leaves]) for leaves in gradients]
-        mean, counts = np.zeros(sum(self.sizes), F), []
+        messages, counts = [], []
         dense = int(self.small.sum())
-        k = max(1, int(self.densities(self.steps) * (len(mean) - dense)))
+        k = max(1, int(self.densities(self.steps) * (sum(self.sizes) - dense)))
         for w, g in enumerate(flat):
             u, v = self.u[w], self.v[w]
             for i in np.flatnonzero(~self.small):
@@ -35,14 +37,16 @@ class DGCOracle:
                 else:
                     u[i] = self.m * u[i] + g[i]
                     v[i] = v[i] + u[i]
-            chosen = sent = largest(np.abs(v), k)
-            if self.capacity is not None:
-                sent, self.first_word[w] = first_that_fit(chosen, self.sizes, self.capacity, self.first_word[w])
-            for i in sent:
-                mean[i] += v[i] / F(len(flat))
-                u[i] = v[i] = 0
+            chosen = largest(np.abs(v), k)
+            sent = self.wire.fit(w, chosen)
+            messages.append({i: v[i] for i in sent})
+            u[sent] = v[sent] = 0
             counts.append((len(chosen) + dense, len(sent) + dense, 0, len(chosen) - len(sent)))
         self.steps += 1
+        mean, back = self.wire.deliver(messages)
+        for v, returned in zip(self.v, back, strict=True):
+            for i, y in returned.items():
+                v[i] += y
         for i in np.flatnonzero(self.small):
             g = F(np.mean([worker[i] for worker in flat], dtype=np.float64))
             self.dense_momentum[i] = self.m * self.dense_momentum[i] + g
@@ -58,7 +62,7 @@ def dgc(name, density, momentum, *, densities=None, ladder=(), capacity=None, wi
         return gcjax.dgc_compress(density, **(settings | options | more))
 
     def make_oracle(workers, sizes):
-        shared = {key: options[key] for key in ("nesterov", "dense_below") if key in options}
+        shared = {key: options[key] for key in ("nesterov", "dense_below", "transport") if key in options}
         return DGCOracle(workers, sizes, densities or (lambda step: density), momentum, capacity=capacity, **shared)
 
     return Row(
@@ -68,6 +72,7 @@ def dgc(name, density, momentum, *, densities=None, ladder=(), capacity=None, wi
         make_oracle,
         conserves=momentum == 0,
         ladder=ladder,
+        transport=options.get("transport", "all_gather"),
         wire=frozenset({"u32", "s32", *wire}),
     )
 
@@ -85,6 +90,7 @@ ROWS = [
         warmup_steps=4,
     ),
     dgc("overflow", 0.1, 0.0, capacity=64),
+    dgc("owners", 0.4, 0.5, capacity=64, dense_below=32, transport="reduce_scatter", wire=("f32",)),
 ]
 
 

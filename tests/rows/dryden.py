@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import optax
-from oracle import TINY, F, first_that_fit, split
+from oracle import TINY, F, split, wire
 
 import gcjax
 from rows import Row
@@ -26,40 +26,58 @@ def select(leaf, density):
 
 
 class DrydenOracle:
-    def __init__(self, workers, sizes, density, capacity):
-        self.sizes, self.density, self.capacity = sizes, density, capacity
+    def __init__(self, workers, sizes, density, capacity, transport):
+        self.sizes, self.density, self.wire = sizes, density, wire(transport, workers, sizes, capacity)
         self.errors = [np.zeros(sum(sizes), F) for _ in range(workers)]
-        self.first_word = [0] * workers
 
     def step(self, gradients, squares):
         del squares
-        mean, counts = np.zeros(sum(self.sizes), F), []
+        messages, counts = [], []
         for w, leaves in enumerate(gradients):
             a = self.errors[w] + np.concatenate([np.ravel(leaf) for leaf in leaves])
             means, begin = {}, 0
             for leaf in split(a, self.sizes):
                 means |= {begin + i: y for i, y in select(leaf, self.density).items()}
                 begin += len(leaf)
-            sent, self.first_word[w] = first_that_fit(sorted(means), self.sizes, self.capacity, self.first_word[w])
+            sent = self.wire.fit(w, sorted(means))
+            messages.append({i: means[i] for i in sent})
             for i in sent:
-                mean[i] += means[i] / F(len(gradients))
                 a[i] -= means[i]
             self.errors[w] = a
             counts.append((len(means), len(sent), 0, len(means) - len(sent)))
+        mean, back = self.wire.deliver(messages)
+        for error, returned in zip(self.errors, back, strict=True):
+            for i, y in returned.items():
+                error[i] += y
         return split(mean, self.sizes), counts
 
 
-def dryden(name, density, capacity):
+def dryden(name, density, capacity, transport="all_gather"):
     def make(axis_name=None, **more):
-        return gcjax.dryden_compress(density, **({"capacity": capacity, "axis_name": axis_name} | more))
+        return gcjax.dryden_compress(
+            density, **({"capacity": capacity, "transport": transport, "axis_name": axis_name} | more)
+        )
 
     def make_oracle(workers, sizes):
-        return DrydenOracle(workers, sizes, density, max(capacity))
+        return DrydenOracle(workers, sizes, density, capacity, transport)
 
-    return Row(f"dryden-{name}", "dryden_compress", make, make_oracle, conserves=True, rtol=1e-6, ladder=capacity)
+    return Row(
+        f"dryden-{name}",
+        "dryden_compress",
+        make,
+        make_oracle,
+        conserves=True,
+        rtol=1e-6,
+        ladder=capacity,
+        transport=transport,
+    )
 
 
-ROWS = [dryden("ladder", 0.05, (64, 96, 128, 416)), dryden("overflow", 0.1, (32,))]
+ROWS = [
+    dryden("ladder", 0.05, (64, 96, 128, 416)),
+    dryden("overflow", 0.1, (32,)),
+    dryden("owners", 0.4, (64,), "reduce_scatter"),
+]
 
 
 def chain(axis_name, learning_rate):

@@ -8,18 +8,19 @@ import gcjax
 from rows import Row
 
 
-def top_k(density, joins=False):
+def top_k(density, joins=False, transport="all_gather"):
     def make(axis_name=None, **more):
-        return gcjax.top_k_compress(density, axis_name=axis_name, **more)
+        return gcjax.top_k_compress(density, transport=transport, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
         k = max(1, int(density * sum(sizes)))
-        return SparseOracle(workers, sizes, lambda a, step: largest(np.abs(a), k))
+        return SparseOracle(workers, sizes, lambda a, step: largest(np.abs(a), k), k, transport)
 
-    return Row(f"top_k-{density}", "top_k_compress", make, make_oracle, conserves=True, joins=joins)
+    name = f"top_k-{density}" + "-owners" * (transport == "reduce_scatter")
+    return Row(name, "top_k_compress", make, make_oracle, conserves=True, transport=transport, joins=joins)
 
 
-ROWS = [top_k(0.05), top_k(1.0, joins=True)]
+ROWS = [top_k(0.05), top_k(1.0, joins=True), top_k(0.3, transport="reduce_scatter")]
 
 
 def chain(axis_name, learning_rate):

@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 import optax
-from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, nearest_power
+from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, nearest_power, split, wire
 
 import gcjax
 from rows import CAPACITY, Row
@@ -19,9 +19,8 @@ class VarianceWorker:
         self.feedback, self.underflow, self.values = feedback, underflow, values
         self.r = [np.zeros(n, F) for n in sizes]
         self.v = [np.zeros(n, F) for n in sizes]
-        self.first_word = 0
 
-    def step(self, gradient, squares, capacity):
+    def step(self, gradient, squares, fit):
         """Take in one gradient. Returns ({(leaf, entry): value as received}, passed, underflowed, overflowed)."""
         passed, sendable = [], []
         for leaf, (g, s) in enumerate(zip(gradient, squares, strict=True)):
@@ -34,7 +33,7 @@ class VarianceWorker:
         for leaf, i in passed:
             if self._encodable(self.r[leaf][i], top[leaf]):
                 sendable.append((leaf, i))
-        sent = self._cut(sendable, capacity)
+        sent = fit(sendable)
         values = {at: self._rounded(self.r[at[0]][at[1]], top[at[0]]) for at in sent}
         dropped = set(passed) - set(sendable) if self.underflow == "drop" else set()
         self._settle(values, dropped)
@@ -70,27 +69,6 @@ class VarianceWorker:
             return F(as_float16(x / F(2.0**top)) * F(2.0**top))
         return F(math.copysign(2.0 ** min(nearest_power(x), top), x))
 
-    def _cut(self, sendable, capacity):
-        """What fits, in whole words of 32 entries of the flat model, from the word on where the last step stopped."""
-        starts, offset = [], 0
-        for r in self.r:
-            starts.append(offset)
-            offset += -(-len(r) // 32) * 32
-        words = {}
-        for leaf, i in sendable:
-            words.setdefault((starts[leaf] + i) // 32, []).append((leaf, i))
-        if len(sendable) <= capacity:
-            self.first_word = 0
-            return sendable
-        order = sorted(words, key=lambda w: (w < self.first_word, w))
-        sent = []
-        for word in order:
-            if len(sent) + len(words[word]) > capacity:
-                self.first_word = word  # the next queue begins at the first word that did not fit
-                break
-            sent += words[word]
-        return sent
-
     def _settle(self, values, dropped):
         for leaf in range(len(self.r)):
             for i in range(len(self.r[leaf])):
@@ -111,33 +89,58 @@ class VarianceWorker:
 class VarianceOracle:
     """All workers together."""
 
-    def __init__(self, workers, sizes, capacity, **options):
+    def __init__(self, workers, sizes, capacity, transport="all_gather", **options):
         self.workers = [VarianceWorker(sizes, **options) for _ in range(workers)]
-        self.sizes, self.capacity = sizes, capacity
+        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity)
+        self.entries = [(leaf, i) for leaf, n in enumerate(sizes) for i in range(n)]
+        self.place = {entry: place for place, entry in enumerate(self.entries)}
 
     def step(self, gradients, squares):
         """gradients, squares: one list of leaves per worker. Returns the mean (a list of leaves) and counts."""
-        mean = [np.zeros(n, F) for n in self.sizes]
-        counts = []
-        for worker, g, s in zip(self.workers, gradients, squares, strict=True):
-            values, passed, under, over = worker.step(g, s, self.capacity)
-            for (leaf, i), y in sorted(values.items()):
-                mean[leaf][i] += F(y / F(len(self.workers)))
+        messages, counts = [], []
+        for w, worker in enumerate(self.workers):
+
+            def fit(entries, w=w):
+                return [self.entries[i] for i in self.wire.fit(w, [self.place[entry] for entry in entries])]
+
+            values, passed, under, over = worker.step(gradients[w], squares[w], fit)
+            messages.append({self.place[entry]: y for entry, y in values.items()})
             counts.append((passed, len(values), under, over))
-        return mean, counts
+        mean, back = self.wire.deliver(messages)
+        for worker, returned in zip(self.workers, back, strict=True):
+            for place, y in returned.items():
+                leaf, i = self.entries[place]
+                worker.r[leaf][i] += y
+        return split(mean, self.sizes), counts
 
     def residuals(self):
         return [worker.r for worker in self.workers]
 
 
-def variance(name, *, capacity=CAPACITY, key=None, has_oracle=True, alpha=1.5, conserves=False, joins=False, **options):
+def variance(
+    name,
+    *,
+    capacity=CAPACITY,
+    transport="all_gather",
+    key=None,
+    has_oracle=True,
+    alpha=1.5,
+    conserves=False,
+    joins=False,
+    **options,
+):
     def make(axis_name=None, **more):
         extra = {} if key is None else {"key": jax.random.key(key)}
-        settings = {"capacity": capacity, "axis_name": axis_name, "decay": 0.5} | options | extra | more
+        settings = (
+            {"capacity": capacity, "transport": transport, "axis_name": axis_name, "decay": 0.5}
+            | options
+            | extra
+            | more
+        )
         return gcjax.variance_compress(alpha, **settings)
 
     def make_oracle(workers, sizes):
-        return VarianceOracle(workers, sizes, max(capacity), alpha=alpha, decay=0.5, **options)
+        return VarianceOracle(workers, sizes, capacity, transport, alpha=alpha, decay=0.5, **options)
 
     return Row(
         f"variance-{name}",
@@ -146,6 +149,7 @@ def variance(name, *, capacity=CAPACITY, key=None, has_oracle=True, alpha=1.5, c
         make_oracle if has_oracle else None,
         conserves=conserves,
         ladder=capacity,
+        transport=transport,
         joins=joins,
         uses_squares=True,
     )
@@ -162,6 +166,11 @@ ROWS = [
     variance("hybrid", threshold=0.5, conserves=True, joins=True),
     variance("overflow", capacity=(64,), values="float32", conserves=True),
     variance("paper-overflow", capacity=(64,)),
+    variance("owners", transport="reduce_scatter", feedback=True, conserves=True),
+    variance("owners-paper-overflow", transport="reduce_scatter", capacity=(64,)),
+    variance("owners-hybrid-overflow", transport="reduce_scatter", capacity=(64,), threshold=0.5, conserves=True),
+    variance("owners-float16", transport="reduce_scatter", values="float16", capacity=(320,)),
+    variance("owners-levels", transport="reduce_scatter", values="levels", capacity=(320,), key=7, has_oracle=False),
     variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True),
 ]
 
