@@ -68,6 +68,12 @@ def test_the_recommended_chain_reaches_the_common_optimum_of_workers_that_disagr
         assert distance < 0.02
 
 
+def test_entries_that_owners_send_back_reach_the_optimum_too():
+    # Every worker selects half of the entries, and owners pass on as many in all: most sums come back, many times.
+    tx = gcjax.top_k_compress(0.5, transport="reduce_scatter", axis_name="data")
+    assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
+
+
 def test_rounding_without_feedback_stalls_away_from_the_optimum():
     biased = optax.chain(gcjax.variance_compress(alpha=1.5, axis_name="data"), optax.adam(decaying))
     assert distance_after_training(biased) > 0.1

@@ -1,0 +1,137 @@
+"""The transports of the sparse exchange: what each moves, who owns what, and that both give the same."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Runner
+from oracle import quick_bits
+
+import gcjax
+from gcjax._owners import _owner_of, _word_of
+
+N = 1 << 14
+PARAMS = {"a": np.zeros(N, np.float32)}
+
+
+@functools.cache
+def gradients(workers, share=0.05, seed=0):
+    """Each worker's own: `share` of the entries not zero, the same ones on all workers."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.random(N) < share
+    return {"a": (rng.integers(-8, 9, (workers, N)) * chosen / 8).astype(np.float32)}
+
+
+def run(workers, transport, capacity, steps=1, threshold=1e-3, make=gcjax.variance_compress):
+    """The updates of all workers in each step, and the infos."""
+    options = {"values": "float32"} if make is gcjax.variance_compress else {}
+    argument = 1e-6 if make is gcjax.variance_compress else threshold
+    tx = make(argument, capacity=capacity, transport=transport, axis_name="data", **options)
+    runner, updates, infos = Runner(tx, PARAMS, workers), [], []
+    for _ in range(steps):
+        updates.append(runner.step(gradients(workers))["a"])
+        infos.append(gcjax.info(runner.state))
+    return updates, infos, runner
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_with_room_for_all_sums_both_transports_give_the_same_bits(workers):
+    by_gather, _, _ = run(workers, "all_gather", 2048, steps=2)
+    through_owners, _, _ = run(workers, "reduce_scatter", 2048, steps=2)
+    assert by_gather[0].any()
+    np.testing.assert_array_equal(by_gather, through_owners)
+
+
+def test_traffic_through_owners_stays_below_three_payloads_for_any_number_of_workers():
+    payload = 4 * 2048  # bytes: one word an entry
+    moved = {}
+    for transport in ("all_gather", "reduce_scatter"):
+        for workers in (2, 4, 8):
+            tx = gcjax.strom_compress(0.1, capacity=2048, transport=transport, axis_name="data")
+            runner = Runner(tx, PARAMS, workers)
+            runner.step(gradients(workers))
+            moved[transport, workers] = gcjax.info(runner.state).wire_bytes
+    for workers in (2, 4, 8):
+        assert moved["all_gather", workers] == pytest.approx((workers - 1) * payload, rel=0.01)
+        assert moved["reduce_scatter", workers] == pytest.approx(3 * payload * (workers - 1) / workers, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("workers", "values", "expected"),
+    # A worker sends each other one k words, or k/p and 2k/p: fewer from p = 4 on; with two words an entry from p = 3.
+    [(2, "power_of_two", "all_gather"), (3, "power_of_two", "all_gather"), (4, "power_of_two", "reduce_scatter"),
+     (2, "float32", "all_gather"), (3, "float32", "reduce_scatter"), (8, "power_of_two", "reduce_scatter")],
+)  # fmt: skip
+def test_auto_takes_the_transport_that_moves_less(workers, values, expected):
+    moved = {}
+    for transport in ("all_gather", "reduce_scatter", "auto"):
+        options = {"values": values, "capacity": 3072, "transport": transport, "axis_name": "data"}
+        runner = Runner(gcjax.variance_compress(1e-6, **options), PARAMS, workers)
+        runner.step(gradients(workers))
+        moved[transport] = gcjax.info(runner.state).wire_bytes
+    assert moved["auto"] == moved[expected] == min(moved.values())
+    assert moved["all_gather"] != moved["reduce_scatter"]
+
+
+def test_one_worker_sends_nothing_whatever_the_transport():
+    tx = gcjax.top_k_compress(0.1, transport="reduce_scatter")
+    g = {"a": jnp.arange(10.0)}
+    update, state = tx.update(g, tx.init(g))
+    assert update["a"][-1] == 9
+    assert gcjax.info(state).wire_bytes == 0
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 48])
+def test_every_word_has_one_owner_and_every_owner_one_word_of_each_round(workers):
+    rounds = 64
+    word = np.asarray(_word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
+    assert sorted(word.ravel()) == list(range(workers * rounds))
+    assert (np.sort(word, axis=0) == np.arange(workers)[:, None] + workers * np.arange(rounds)).all()
+    owner, dealt_in = _owner_of(word, workers)
+    np.testing.assert_array_equal(owner, np.broadcast_to(np.arange(workers)[:, None], word.shape))
+    np.testing.assert_array_equal(dealt_in, np.broadcast_to(np.arange(rounds), word.shape))
+
+
+def test_busy_columns_of_a_matrix_fall_to_all_owners_alike():
+    workers, rounds = 8, 4096
+    turn = quick_bits(np.uint32(0), np.arange(rounds)) % workers
+    for period in (1, 2, 8, 32):  # in rounds: every period-th round's first word is busy
+        owners = (0 - turn[::period].astype(int)) % workers
+        ours = np.asarray(_owner_of(np.arange(0, rounds, period) * workers, workers)[0])
+        np.testing.assert_array_equal(ours, owners)
+        counts = np.bincount(ours, minlength=workers)
+        mean = rounds / period / workers
+        assert (np.abs(counts - mean) < 5 * mean**0.5).all()
+
+
+def test_a_payload_far_too_small_lets_every_entry_have_its_turn():
+    # 16 owners' rounds of words, all entries selected in every step, 32 slots an owner: a word each.
+    tx = gcjax.strom_compress(1.0, capacity=64, transport="reduce_scatter", axis_name="data")
+    params = {"a": np.zeros(1024, np.float32)}
+    runner, sent = Runner(tx, params, 2), np.zeros(1024)
+    for _ in range(16):
+        sent += runner.step({"a": np.full((2, 1024), 2.0, np.float32)})["a"][0] != 0
+    assert (sent > 0).all()
+
+
+def test_what_an_owner_does_not_pass_on_waits_in_its_residual_undivided():
+    # Owner 0 gets 32 ones from worker 0 and 32 twos from worker 1, and may pass on 32.
+    tx = gcjax.top_k_compress(64 / 128, transport="reduce_scatter", axis_name="data")
+    runner = Runner(tx, {"a": np.zeros(128, np.float32)}, 2)
+    g = np.zeros((2, 128), np.float32)
+    owner = np.asarray(_owner_of(np.arange(4), 2)[0]).repeat(32)
+    of_first = np.flatnonzero(owner == 0)
+    g[0, of_first[:32]], g[1, of_first[32:]] = 1.0, 2.0
+    update = runner.step({"a": g})["a"][0]
+    np.testing.assert_array_equal(update[of_first[:32]], 0)
+    np.testing.assert_array_equal(update[of_first[32:]], 1.0)
+    np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [32**0.5, 0.0], rtol=1e-6)
+
+
+def test_an_unknown_transport_is_named():
+    for make in (gcjax.variance_compress, gcjax.strom_compress, gcjax.top_k_compress, gcjax.drop_compress):
+        with pytest.raises(
+            ValueError, match="transport must be one of 'all_gather', 'reduce_scatter', 'auto', got 'x'"
+        ):
+            make(0.5, transport="x")
