@@ -129,6 +129,18 @@ def test_what_an_owner_does_not_pass_on_waits_in_its_residual_undivided():
     np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [32**0.5, 0.0], rtol=1e-6)
 
 
+def test_what_comes_back_joins_the_rounding_error_of_the_owners_own_leaf():
+    # As above, in the second of two leaves: worker 0 sends 3 as 2, which comes back to it; worker 1 sends 6 as 4.
+    tx = gcjax.variance_compress(1e-6, feedback=True, capacity=64, transport="reduce_scatter", axis_name="data")
+    runner = Runner(tx, {"a": np.zeros(32, np.float32), "b": np.zeros(96, np.float32)}, 2)
+    g = np.zeros((2, 128), np.float32)
+    of_first = np.flatnonzero(np.asarray(_owner_of(np.arange(4), 2)[0]).repeat(32) == 0)
+    assert of_first[32] >= 32  # its second word lies in the second leaf
+    g[1, of_first[:32]], g[0, of_first[32:]] = 6.0, 3.0
+    runner.step({"a": g[:, :32], "b": g[:, 32:]})
+    np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [3 * 32**0.5, 2 * 32**0.5], rtol=1e-6)
+
+
 def test_an_unknown_transport_is_named():
     for make in (gcjax.variance_compress, gcjax.strom_compress, gcjax.top_k_compress, gcjax.drop_compress):
         with pytest.raises(

@@ -12,9 +12,18 @@ class DGCOracle:
     """densities(step) -> the density of that step."""
 
     def __init__(
-        self, workers, sizes, densities, momentum, nesterov=False, dense_below=0, capacity=None, transport="all_gather"
+        self,
+        workers,
+        sizes,
+        densities,
+        momentum,
+        nesterov=False,
+        dense_below=0,
+        capacity=None,
+        transport="all_gather",
+        masking=True,
     ):
-        self.sizes, self.densities, self.m = sizes, densities, F(momentum)
+        self.sizes, self.densities, self.m, self.masking = sizes, densities, F(momentum), masking
         self.nesterov, self.wire = nesterov, wire(transport, workers, sizes, capacity)
         self.small = np.concatenate([np.full(n, n < dense_below) for n in sizes])
         self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
@@ -40,7 +49,9 @@ class DGCOracle:
             chosen = largest(np.abs(v), k)
             sent = self.wire.fit(w, chosen)
             messages.append({i: v[i] for i in sent})
-            u[sent] = v[sent] = 0
+            v[sent] = 0
+            if self.masking:
+                u[sent] = 0
             counts.append((len(chosen) + dense, len(sent) + dense, 0, len(chosen) - len(sent)))
         self.steps += 1
         mean, back = self.wire.deliver(messages)
@@ -62,7 +73,7 @@ def dgc(name, density, momentum, *, densities=None, ladder=(), capacity=None, wi
         return gcjax.dgc_compress(density, **(settings | options | more))
 
     def make_oracle(workers, sizes):
-        shared = {key: options[key] for key in ("nesterov", "dense_below", "transport") if key in options}
+        shared = {key: options[key] for key in ("nesterov", "dense_below", "transport", "masking") if key in options}
         return DGCOracle(workers, sizes, densities or (lambda step: density), momentum, capacity=capacity, **shared)
 
     return Row(
@@ -90,7 +101,7 @@ ROWS = [
         warmup_steps=4,
     ),
     dgc("overflow", 0.1, 0.0, capacity=64),
-    dgc("owners", 0.4, 0.5, capacity=64, dense_below=32, transport="reduce_scatter", wire=("f32",)),
+    dgc("owners", 0.4, 0.5, capacity=64, dense_below=32, masking=False, transport="reduce_scatter", wire=("f32",)),
 ]
 
 
