@@ -1,0 +1,132 @@
+"""Hosts on one Linux machine: a network namespace each, and links of a chosen rate to a switch. Needs root, ip and tc.
+
+Names carry the process's id, so that runs do not collide. All links are full duplex and limited at both ends.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+HOSTS_FILES = Path("/etc/netns")  # `ip netns exec NAME` shows HOSTS_FILES/NAME/hosts as /etc/hosts
+INTERFACE = "v0"  # of every host
+# Bytes that pass at once after a pause. With less, the kernel splits large packets and the CPU becomes the limit.
+BURST = {100: 64 * 1024}
+LARGE_BURST = 256 * 1024
+
+
+def why_not() -> str | None:
+    """What is missing here, None if nothing is."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    return f"{' and '.join(missing)} (package iproute2) not found" if missing else None
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+class Network:
+    """A context: `hosts` namespaces around a switch; on leaving it all of them are gone."""
+
+    def __init__(self, hosts: int):
+        self._switch = f"gcjax-{os.getpid()}-switch"
+        self._hosts = [f"gcjax-{os.getpid()}-{i}" for i in range(hosts)]
+        self._rate: int | None = None
+
+    def __enter__(self):
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for name in (*self._hosts, self._switch):
+            remove(name)
+
+    def _build(self):
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        for i, name in enumerate(self._hosts):
+            # gloo tells the others the address of this machine's name: in each namespace it must be that of its link.
+            (HOSTS_FILES / name).mkdir(parents=True)
+            (HOSTS_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n{address(i)} {socket.gethostname()}\n")
+            _run("ip", "netns", "add", name)
+            peer = ("peer", "name", INTERFACE, "netns", name)
+            _run("ip", "-n", self._switch, "link", "add", "name", f"port{i}", "type", "veth", *peer)
+            _run("ip", "-n", self._switch, "link", "set", f"port{i}", "master", "switch", "up")
+            _run("ip", "-n", name, "address", "add", f"{address(i)}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def inside(self, host: int) -> list[str]:
+        """What to put before a command that shall run on a host."""
+        return ["ip", "netns", "exec", self._hosts[host]]
+
+    def limit(self, mbit: int | None) -> None:
+        """Set the rate of all links, both ways, in Mbit/s; None for no limit."""
+        for i, name in enumerate(self._hosts):
+            for namespace, device in ((name, INTERFACE), (self._switch, f"port{i}")):
+                if mbit is not None:
+                    bucket = ("rate", f"{mbit}mbit", "burst", str(BURST.get(mbit, LARGE_BURST)), "latency", "400ms")
+                    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
+                elif self._rate is not None:
+                    _run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+        self._rate = mbit
+
+
+def remove(name: str) -> None:
+    """Take away a namespace with all that is in it, and its hosts file, as far as they exist."""
+    if (Path("/run/netns") / name).exists():
+        for process in _run("ip", "netns", "pids", name).split():
+            os.kill(int(process), signal.SIGKILL)
+        _run("ip", "netns", "del", name)
+    shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
+    if HOSTS_FILES.exists() and not any(HOSTS_FILES.iterdir()):
+        HOSTS_FILES.rmdir()
+
+
+def remove_of(process: int) -> None:
+    """Remove what a run has made, by its process's id."""
+    for name, owner in _made().items():
+        if owner == process:
+            remove(name)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove what is left of runs that no longer exist; the names."""
+    left = [name for name, owner in _made().items() if not _runs_benchmark(owner)]
+    for name in left:
+        remove(name)
+    return left
+
+
+def _made() -> dict[str, int]:
+    """All names of namespaces and hosts files of this benchmark, and the processes that made them."""
+    folders = [folder for folder in (Path("/run/netns"), HOSTS_FILES) if folder.exists()]
+    names = sorted({entry.name for folder in folders for entry in folder.iterdir()})
+    owners = {name: re.fullmatch(r"gcjax-(\d+)-\w+", name) for name in names}
+    return {name: int(owner[1]) for name, owner in owners.items() if owner}
+
+
+def _runs_benchmark(process: int) -> bool:
+    """Whether the process lives and is this benchmark: ids are used again."""
+    try:
+        return b"network.py" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _run(*command: str) -> str:
+    # In a session of its own: Ctrl-C in a terminal goes to all of the session, and must not stop the removal.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

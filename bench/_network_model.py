@@ -1,0 +1,41 @@
+"""The real model of bench/network.py: a small transformer that learns to continue arithmetic sequences."""
+
+import numpy as np
+import optax
+
+WIDTH, DEPTH, HEADS, WORDS = 256, 4, 4, 512
+SAMPLES, LENGTH = 8, 32  # of each host's batch
+
+
+def setup(host: int):
+    """Loss function, parameters (the same on all hosts), and the host's batch."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(WORDS, WIDTH)(tokens)
+            x = x + self.param("positions", nn.initializers.normal(0.02), (LENGTH, WIDTH))
+            mask = nn.make_causal_mask(tokens)
+            for _ in range(DEPTH):
+                x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
+                x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+            return nn.Dense(WORDS)(nn.LayerNorm()(x))
+
+    model = Transformer()
+
+    def loss_fn(params, batch):
+        logits = model.apply(params, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), "int32"))
+    rng = np.random.default_rng(host)
+    first, difference = rng.integers(0, WORDS, (2, SAMPLES, 1))
+    batch = (first + difference * np.arange(LENGTH + 1)) % WORDS
+    return loss_fn, params, batch.astype(np.int32)
+
+
+def optimiser(compressor) -> optax.GradientTransformation:
+    return optax.chain(compressor, optax.adam(1e-3))

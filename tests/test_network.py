@@ -1,0 +1,147 @@
+"""bench/network.py at its smallest: what it writes, that bytes agree, and that nothing of it stays behind."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "network.py"
+LIMIT = 300  # seconds
+GLOO = 1500  # bytes of a step that are gloo's own: it tells the other side of each message
+NAMESPACES, HOSTS_FILES = Path("/run/netns"), Path("/etc/netns")
+
+pytest.importorskip("flax")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+
+@pytest.fixture(scope="module")
+def links():
+    """The module that builds the network."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    yield importlib.import_module("_network_links")
+    sys.path.remove(str(SCRIPT.parent))
+
+
+@pytest.fixture(autouse=True)
+def _possible_here(links):
+    if reason := links.why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def start():
+    """Starts the benchmark; whatever happens, nothing of it stays."""
+    started = []
+
+    def start(*options):
+        command = [sys.executable, str(SCRIPT), *map(str, options)]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        started.append(subprocess.Popen(command, text=True, env=variables, start_new_session=True, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    subprocess.run([sys.executable, str(SCRIPT), "--clean"], check=True, capture_output=True)
+
+
+def traces(process):
+    """Namespaces, hosts files and processes of a run."""
+    folders = [folder for folder in (NAMESPACES, HOSTS_FILES) if folder.exists()]
+    files = [str(entry) for folder in folders for entry in folder.glob(f"gcjax-{process.pid}-*")]
+    return files + [f"process {child}" for child in children(process)]
+
+
+def children(process):
+    """Processes that a run has started on its hosts: they name it as their origin."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"GCJAX_NETWORK={process.pid}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def wait_for(condition):
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def wait_until_it_measures(process):
+    """Its hosts run, and have begun with the first row."""
+    wait_for(lambda: len(children(process)) == 2)
+    shown = ""
+    while "warm-up" not in shown:
+        character = process.stderr.read(1)
+        assert character, shown
+        shown += character
+
+
+def test_the_quick_run_counts_the_bytes_that_are_reported_and_leaves_nothing_behind(start, tmp_path):
+    process = start("--quick", "--out", tmp_path)
+    out, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+    assert traces(process) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"network.json", "network.md", "network.png"}
+    record = json.loads((tmp_path / "network.json").read_text())
+    assert {"machine", "versions", "command", "rows", "collectives", "alone"} <= record.keys()
+    rows = {row["row"]: row for row in record["rows"]}
+    assert len(rows) == len(record["rows"]) == len(record["alone"]) == 3
+    for name, row in rows.items():
+        assert f"| {name} | " in out
+        assert [row[k] for k in ("hosts", "parameters", "link_mbit", "malloc", "side", "model")] == [
+            *(2, 10**6, 100),
+            *("default", "jax", "matrices"),
+        ]
+        assert 0 < row["ms_min"] <= row["ms"]
+        assert row["bytes_without_headers"] == pytest.approx(row["wire_bytes"], rel=0.05, abs=GLOO)
+        assert row["bytes_received"] == pytest.approx(row["bytes_counted"], rel=0.01)
+        assert row["overflow"] == 0
+    assert rows["psum float32"]["wire_bytes"] == 4 * 10**6
+    assert rows["psum float32"]["ms"] > 320  # at 100 Mbit/s
+    assert 0.97 * 10**4 < rows["variance 1/100"]["sent"] < 10**4
+    kinds = {entry["kind"] for entry in record["collectives"]}
+    assert kinds == {"scalar_max", "all_reduce", "all_gather", "all_to_all"}
+    for entry in record["collectives"]:
+        assert entry.keys() >= {"hosts", "link_mbit", "malloc", "bytes", "ms", "ms_min"}
+    for entry in record["alone"]:
+        assert entry.keys() >= {"hosts", "parameters", "malloc", "row", "ms", "ms_min"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind(number, start):
+    process = start("--quick")
+    wait_until_it_measures(process)
+    assert len(traces(process)) == 7  # three namespaces, two hosts files, two processes
+    process.send_signal(number)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert traces(process) == []
+
+
+def test_what_a_killed_run_leaves_is_removed_by_clean_and_a_live_run_is_not_touched(start):
+    killed, alive = start("--quick"), start("--quick")
+    for process in (killed, alive):
+        wait_until_it_measures(process)
+    killed.kill()
+    killed.wait()
+    wait_for(lambda: children(killed) == [])  # they end by themselves
+    assert len(traces(killed)) == 5
+    cleaner = start("--clean")
+    out, _ = cleaner.communicate(timeout=LIMIT)
+    assert out.count(f"gcjax-{killed.pid}-") == 3
+    assert traces(killed) == []
+    assert len(traces(alive)) == 7
