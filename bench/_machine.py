@@ -15,13 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 # glibc maps and unmaps every block above 32 MB anew, so that a fresh large array costs page faults. "keep" makes the
-# heap keep what was freed. It helps both sides, PyTorch more; a fair comparison gives it to both or to none.
+# heap keep what was freed, and all threads use the one heap that can grow. It helps both sides, PyTorch more; a fair
+# comparison gives it to both or to none.
 MALLOC = {
     "default": {},
     "keep": {
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": "1000000000000",
         "MALLOC_TOP_PAD_": "268435456",
+        "MALLOC_ARENA_MAX": "1",
     },
 }
 

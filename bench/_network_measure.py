@@ -10,6 +10,7 @@ from _network_links import Network, address
 
 PORT = 9876
 HEADERS = 66  # bytes of Ethernet, IP and TCP in each packet
+ALONE_WITH = "keep"  # the malloc setting with which rows are also timed alone, to predict the others
 WARM_UP = 4  # steps, without a limit on the links: the PowerSGD hook has begun, and "keep" has its heap
 ROUNDS = 3
 
@@ -43,7 +44,8 @@ class Task(NamedTuple):
     def start_estimate(self) -> float:
         """Seconds until the links are limited: start, compilation, times alone. Of an idle machine with two cores."""
         per_row = 4 if self.side == "torch" else 6 if self.parameters else 15
-        return self.hosts / 2 * (4 + len(self.rows) * per_row * (0.5 + (self.parameters or 0) / 20e6))
+        compilations = len(self.rows) * (1.0 if self.malloc == ALONE_WITH else 0.5)
+        return self.hosts / 2 * (4 + compilations * per_row * (0.5 + (self.parameters or 0) / 20e6))
 
     def link_estimate(self, link: int | None) -> float:
         """Seconds of all rounds on a link: mostly those of the rows that send everything."""
@@ -119,7 +121,7 @@ def measure(task: Task, command: list[str], tick) -> dict:
             parameters[row] = prepare(group, task, row)
             for _ in range(WARM_UP):
                 group.step(row)
-        plain = task.side == "jax" and task.parameters
+        plain = task.side == "jax" and task.parameters and task.malloc == ALONE_WITH
         found["alone"] = [alone(group, task, row) for row in rows] if plain else []
         calls = {}
         for kind, size in task.calls():

@@ -5,6 +5,7 @@ the links' counters. All processes begin a step at the same moment; its time end
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -65,7 +66,7 @@ def leave(number, frame):
 def options() -> argparse.Namespace:
     parser = _machine.Parser(description=__doc__.splitlines()[0])
     rows = (*_network_jax.ROWS, *_network_torch.ROWS)
-    sizes, mallocs = ("10M", "25M", "transformer"), tuple(_machine.MALLOC)
+    sizes, mallocs = ("10M", "25M", "transformer"), ("keep", "default")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="P", help="(default 2 4)")
     parser.add_argument("--parameters", nargs="+", default=sizes, metavar="N", help=f"(default {' '.join(sizes)})")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS, help="Mbit/s (default all)")
@@ -80,7 +81,7 @@ def options() -> argparse.Namespace:
     if all(vars(args)[name] == whole[name] for name in ("hosts", "parameters", "links", "malloc", "rows", "quick")):
         args.out = args.out or _machine.RESULTS
     if args.quick:
-        args.hosts, args.parameters, args.links, args.malloc = [2], ["1M"], ["100"], ["default"]
+        args.hosts, args.parameters, args.links, args.malloc = [2], ["1M"], ["100"], ["keep"]
         args.rows = QUICK_ROWS
     if wrong := [p for p in args.parameters if p != "transformer" and not (p[:-1].isdecimal() and p[-1] == "M")]:
         parser.error(f"--parameters: write 10M for ten million, or transformer; got {wrong[0]!r}")
@@ -98,19 +99,17 @@ def plan(args, commands) -> list[Task]:
     links = tuple(None if link == "unlimited" else int(link) for link in LINKS if link in args.links)
     collectives = COLLECTIVES[:1] if args.quick else COLLECTIVES
     tasks = []
-    for parameters in args.parameters:
+    every = itertools.product(args.malloc, args.parameters, args.hosts, commands)
+    for malloc, parameters, hosts, side in every:
         transformer = parameters == "transformer"
         count = None if transformer else int(parameters[:-1]) * 10**6
-        for hosts in args.hosts:
-            for malloc in args.malloc:
-                for side in commands:
-                    known = list(_network_torch.ROWS if side == "torch" else _network_jax.ROWS)
-                    if transformer:
-                        known = [] if side == "torch" else list(_network_jax.TRANSFORMER)
-                    rows = tuple(row for row in known if row in args.rows)
-                    sizes = collectives if side == "jax" and parameters == args.parameters[0] else ()
-                    if rows:
-                        tasks.append(Task(side, hosts, count, malloc, rows, links, sizes))
+        known = list(_network_torch.ROWS if side == "torch" else _network_jax.ROWS)
+        if transformer:
+            known = [] if side == "torch" else list(_network_jax.TRANSFORMER)
+        rows = tuple(row for row in known if row in args.rows)
+        sizes = collectives if side == "jax" and parameters == args.parameters[0] else ()
+        if rows:
+            tasks.append(Task(side, hosts, count, malloc, rows, links, sizes))
     return tasks
 
 

@@ -104,7 +104,7 @@ def test_the_quick_run_counts_the_bytes_that_are_reported_and_leaves_nothing_beh
         assert f"| {name} | " in out
         assert [row[k] for k in ("hosts", "parameters", "link_mbit", "malloc", "side", "model")] == [
             *(2, 10**6, 100),
-            *("default", "jax", "matrices"),
+            *("keep", "jax", "matrices"),
         ]
         assert 0 < row["ms_min"] <= row["ms"]
         assert row["bytes_without_headers"] == pytest.approx(row["wire_bytes"], rel=0.05, abs=GLOO)
