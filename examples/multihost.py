@@ -12,6 +12,7 @@ loads only its own workers' images. Process 0 prints. If a process dies, the oth
 """
 
 import argparse
+import collections
 import hashlib
 import itertools
 import math
@@ -96,6 +97,10 @@ def batches(shards, own, args):
 def train(args) -> None:
     workers, speaks = jax.device_count(), jax.process_index() == 0
     mesh = jax.make_mesh((workers,), ("data",))
+    devices = collections.Counter(device.process_index for device in mesh.devices.flat)
+    if len(set(devices.values())) > 1:
+        counts = [devices[process] for process in sorted(devices)]
+        raise RuntimeError(f"the processes do not agree: they have {counts} devices. Give all the same number")
     own = [w for w, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     shards, test = load_shards(own, workers)
     if args.batch > (most := min(len(images) for images, _ in shards)):
@@ -168,10 +173,9 @@ def connect(args) -> None:
         left -= wait_for(host, port, args.wait)
     if is_loopback(host):
         limits["coordinator_bind_address"] = args.coordinator  # by default the coordinator listens on every interface
+    limits["initialization_timeout"] = max(int(left) - 5, 5)  # JAX waits 5 seconds longer than it is told
     try:
-        jax.distributed.initialize(
-            args.coordinator, args.processes, args.process, initialization_timeout=max(int(left), 5), **limits
-        )
+        jax.distributed.initialize(args.coordinator, args.processes, args.process, **limits)
     except jax.errors.JaxRuntimeError as error:
         raise Problem(in_use(port) if "start RPC server" in str(error) else str(error)) from error
     if jax.default_backend() == "cpu":
@@ -261,7 +265,7 @@ def work(args) -> None:
         os._exit(130)
     except Exception as error:
         text = str(error).split("\n")[0]
-        if isinstance(error, RuntimeError) and re.search("do not agree|never came", text):  # gcjax.check_agreement
+        if isinstance(error, RuntimeError) and re.search("do not agree|never came", text):  # as gcjax.check_agreement
             explain(text)
             sys.exit(1)  # in an orderly way: this is raised on all of them, and all may say it
         if args.child and re.search("gloo|nccl|socket|connection|unavailable|heartbeat", text, re.IGNORECASE):
@@ -384,7 +388,7 @@ def parse_options():
     parser.add_argument("--local", type=count, metavar="N", help="run N processes on this machine's CPU")
     cpus = "virtual CPU devices of each process, each a worker; 1 with --local; without it all devices that JAX finds"
     parser.add_argument("--devices-per-process", type=count, metavar="D", help=cpus)
-    parser.add_argument("--wait", type=count, default=15, metavar="SECONDS", help="for the other processes to start")
+    parser.add_argument("--wait", type=count, default=10, metavar="SECONDS", help="for the other processes to start")
     parser.add_argument("--heartbeat", type=count, default=10, metavar="SECONDS", help="of silence that mean death")
     parser.add_argument("--method", choices=METHODS, default="variance", help="how gradients are exchanged")
     parser.add_argument("--alpha", type=real, default=1.5, help="criterion of variance")

@@ -1,10 +1,13 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
 from gcjax._agree import check_agreement
+from gcjax._costs import Cost, Method, measure_costs
 from gcjax._delay import DelayState, delay
 from gcjax._info import Info, info
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
-from gcjax._place import local_gradients, per_worker, place, state_specs
+from gcjax._network import Link
+from gcjax._place import init_sharded, local_gradients, per_worker, place, state_specs
+from gcjax._plan import Plan, plan
 from gcjax._train import Metrics, TrainState, make_train_step
 from gcjax._transform import CompressState, compress
 from gcjax._types import Comm, Compressor, PerWorker, Sent
@@ -36,11 +39,15 @@ __all__ = [
     "Comm",
     "CompressState",
     "Compressor",
+    "Cost",
     "DelayState",
     "Info",
+    "Link",
+    "Method",
     "Metrics",
     "Moments",
     "PerWorker",
+    "Plan",
     "Sent",
     "TrainState",
     "check_agreement",
@@ -58,12 +65,15 @@ __all__ = [
     "explain_moments",
     "gaussian_k_compress",
     "info",
+    "init_sharded",
     "local_gradients",
     "make_train_step",
+    "measure_costs",
     "natural_compress",
     "onebit_compress",
     "per_worker",
     "place",
+    "plan",
     "power_sgd_compress",
     "qsgd_compress",
     "random_k_compress",

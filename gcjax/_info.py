@@ -17,13 +17,15 @@ class Info(NamedTuple):
     selected, sent, underflow, overflow: entries that passed the method's test, were put on the wire, were too small for
       the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
     capacity: slots in each worker's payload (of all its buckets).
-    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one.
+    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one. With
+      `inner_axis_name` its part of what moves along `axis_name`.
     payload_bits: bits of each worker's message without padding, float64[workers]; where the method's source codes it in
       varying length, as long as that code would be. 32 * parameters / payload_bits is the ratio that papers on
       quantisation give.
     compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
       neither indices nor padding. inf when nothing was sent.
-    wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker.
+    wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker. Inner
+      workers share the all-reduce, too.
     residual_norm: 2-norm of what each worker has taken in and not yet sent, float64[workers].
     skipped: updates so far that were skipped because some worker's input was not finite.
     """
@@ -67,7 +69,7 @@ def info(opt_state) -> Info:
     workers = int(reports[0].workers[0])
     wire_bytes = float(sent.wire_bytes[0])
     mean_sent = float(np.mean(sent.sent))
-    dense_bytes = 2 * (workers - 1) / workers * 4 * parameters
+    dense_bytes = 2 * (workers - 1) / workers * 4 * parameters / int(reports[0].stripes[0])
     return Info(
         selected=sent.selected.astype(np.int64),
         sent=sent.sent.astype(np.int64),

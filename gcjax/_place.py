@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gcjax._compat import tracks_variation, vary
+from gcjax._compat import constrain, tracks_variation, vary, varying_axes
 from gcjax._exchange import AxisNames, axis_tuple
 from gcjax._types import PerWorker, PyTree
 
@@ -50,11 +50,14 @@ def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.
     axes = axis_tuple(axis_name)
     tx = optax.with_extra_args_support(tx)
 
+    def init(params):
+        return with_worker_axis(tx.init(params), axes + tuple(sorted(varying_axes(params) - set(axes))))
+
     def update(updates, state, params=None, **extra_args):
         updates, new = tx.update(updates, one_worker(state), params, **extra_args)
-        return updates, with_worker_axis(new, axes)
+        return updates, with_worker_axis(new, state.axes)
 
-    return optax.GradientTransformationExtraArgs(lambda params: with_worker_axis(tx.init(params), axes), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def with_worker_axis(tree: PyTree, axes: tuple[str, ...]) -> PerWorker:
@@ -71,16 +74,62 @@ def _is_per_worker(node) -> bool:
     return isinstance(node, PerWorker)
 
 
-def state_specs(state: PyTree) -> PyTree:
+def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) -> PyTree:
     """`PartitionSpec`s for `shard_map`: per-worker state sharded over its axes, all else replicated.
 
-    Returns a prefix pytree of `state`, which may be an optimiser's state, a `TrainState` or any pytree.
+    Args:
+      state: an optimiser's state, a `TrainState` or any pytree.
+      params, param_specs: parameters that are sharded, and how, as in `gcjax.init_sharded`. Leaves of the state that
+        have the shape of a parameter and its path at the end of their own, as Adam's moments do, are sharded like it.
+
+    Returns:
+      A prefix pytree of `state`.
     """
+    specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=_is_spec), is_leaf=_is_spec)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    places = {path: (jnp.shape(leaf), spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
 
-    def spec(node):
-        return PartitionSpec(node.axes or None) if _is_per_worker(node) else PartitionSpec()
+    def spec(path, node):
+        if _is_per_worker(node):
+            return PartitionSpec(node.axes or None)
+        endings = [places[path[i:]] for i in range(len(path) + 1) if path[i:] in places]
+        return next((spec for shape, spec in endings if shape == jnp.shape(node)), PartitionSpec())
 
-    return jax.tree.map(spec, state, is_leaf=_is_per_worker)
+    return jax.tree_util.tree_map_with_path(spec, state, is_leaf=_is_per_worker)
+
+
+def init_sharded(tx: optax.GradientTransformation, params: PyTree, mesh: jax.sharding.Mesh, param_specs) -> PyTree:
+    """The optimiser's state of parameters that are sharded over the mesh, each shard's made where it lives.
+
+        opt_state = gcjax.init_sharded(tx, params, mesh, param_specs)
+        specs = gcjax.state_specs(opt_state, params, param_specs)  # for in_specs and out_specs of jax.shard_map
+
+    Every shard is compressed by itself, over the axes that the compressor names; so is, on each of its copies, a leaf
+    that is not sharded, and its update is the mean of theirs (a dense all-reduce, over the other axes).
+
+    Args:
+      tx: any optax chain; its compressor names axes over which no parameter is sharded.
+      params: global arrays, on the mesh or not yet.
+      mesh: the devices.
+      param_specs: `PartitionSpec`s of the parameters, a pytree like `params` or a prefix of it.
+    """
+    specs = []
+
+    def look(params):
+        specs.append(state_specs(tx.init(params), params, param_specs))
+        return jnp.int32(0)
+
+    def on_shards(function, out_specs):
+        wanted = jax.tree.broadcast(param_specs, params, is_leaf=_is_spec)
+        run = jax.shard_map(function, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs)
+        return jax.jit(lambda tree: run(jax.tree.map(lambda x, s: constrain(x, NamedSharding(mesh, s)), tree, wanted)))
+
+    jax.eval_shape(on_shards(look, PartitionSpec()), params)
+    return on_shards(tx.init, specs[0])(params)
+
+
+def _is_spec(node) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
 def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:

@@ -10,18 +10,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax import _checks
 from gcjax._agree import check_agreement
-from gcjax._compat import constrain
-from gcjax._exchange import AxisNames, axis_tuple, worker_index
+from gcjax._compat import constrain, zeros
+from gcjax._exchange import (
+    AxisNames,
+    axis_size,
+    axis_tuple,
+    gather_shards,
+    scatter_mean,
+    sharded_dimensions,
+    worker_index,
+)
 from gcjax._layout import path_name
 from gcjax._moments import value_and_moments
-from gcjax._place import as_local, one_worker, place, state_specs, with_worker_axis
+from gcjax._place import as_local, init_sharded, one_worker, place, state_specs, with_worker_axis
 from gcjax._types import Array, PerWorker, PyTree
 
 
 class TrainState(NamedTuple):
     """State of data-parallel training on a mesh.
 
-    step: int32, steps done.  params: replicated.  opt_state: of the optax chain, per worker in part.
+    step: int32, steps done.  params: replicated, or sharded by `param_specs`.
+    opt_state: of the optax chain, per worker in part.
     model_state: PerWorker or None, what the model changes but does not train, such as BatchNorm statistics; leaves of
       shape (workers, ...), each worker's own, as in the paper; average over axis 0 to evaluate.
     key: random key or None.
@@ -48,6 +57,7 @@ def make_train_step(
     axis_name: AxisNames = "data",
     moments=value_and_moments,
     accumulate: int = 1,
+    param_specs: PyTree = None,
 ) -> "TrainStep":
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
@@ -62,6 +72,11 @@ def make_train_step(
       moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
         `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
       accumulate: number of parts into which each worker's batch is split, their gradients added up one after the other.
+      param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if not.
+        Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are averaged
+        over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis (tensor
+        parallelism): the loss sees the shards and calls the collectives itself, and `moments` is best None. Each shard
+        is compressed where it lives, with state of its own.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
@@ -69,7 +84,8 @@ def make_train_step(
       pytree of global arrays, their leading axes split over the workers. The state that is passed in is used up.
 
     Raises:
-      ValueError: an axis that the mesh lacks; a batch that cannot be split evenly (when called).
+      ValueError: an axis that the mesh lacks; a dimension of a parameter sharded over axes of both sorts; a batch that
+        cannot be split evenly (when called).
       RuntimeError (when called, on all processes): several processes that would not run the same step from the same
         state; see `gcjax.check_agreement`.
     """
@@ -77,16 +93,35 @@ def make_train_step(
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing or not axes:
         raise ValueError(f"axis_name={axis_name!r} must name axes of the mesh, which has {tuple(mesh.shape)}")
+    param_specs = PartitionSpec() if param_specs is None else param_specs
+    for spec in jax.tree.leaves(param_specs):
+        _check_spec(spec, mesh, axes)
     _checks.number("accumulate", accumulate, 1, low_included=True)
-    return TrainStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, moments, accumulate)
+    return TrainStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, moments, accumulate, param_specs)
+
+
+def _check_spec(spec: PartitionSpec, mesh, axes: tuple[str, ...]) -> None:
+    for _, names in sharded_dimensions(spec, tuple(mesh.shape)):
+        if set(names) & set(axes) and not set(names) <= set(axes):
+            raise ValueError(
+                f"param_specs has {spec}, which shards one dimension over {names}, some of them axes of the batch and "
+                "some not; shard different dimensions over them"
+            )
+    if unknown := {name for entry in spec for name in axis_tuple(entry)} - set(mesh.shape):
+        raise ValueError(
+            f"param_specs has {spec}, but the mesh has no axis {sorted(unknown)}, only {tuple(mesh.shape)}"
+        )
 
 
 class TrainStep:
     """What `make_train_step` returns; see there."""
 
-    def __init__(self, loss_fn, tx, mesh, axes, moments, accumulate):
+    def __init__(self, loss_fn, tx, mesh, axes, moments, accumulate, param_specs):
         self._loss_fn, self._tx, self._mesh, self._axes = loss_fn, tx, mesh, axes
-        self._moments, self._accumulate = moments, accumulate
+        self._moments, self._accumulate, self._param_specs = moments, accumulate, param_specs
+        specs = [sharded_dimensions(spec, tuple(mesh.shape)) for spec in jax.tree.leaves(param_specs)]
+        self._sharding = {name for dimensions in specs for _, names in dimensions for name in names}
+        self._gathered = tuple(axis for axis in axes if axis in self._sharding)
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
         self._agreed: set = set()  # shapes with which all processes were found to run the same program
@@ -99,7 +134,14 @@ class TrainStep:
         if key is not None:
             _checks.random_key("key", key)
         held = None if model_state is None else with_worker_axis(model_state, self._axes)
-        return place(TrainState(jnp.int32(0), params, self._tx.init(params), held, key), self._mesh)
+        if not self._sharding:
+            return place(TrainState(jnp.int32(0), params, self._tx.init(params), held, key), self._mesh)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._param_specs)
+        params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(params)
+        opt_state = init_sharded(self._tx, params, self._mesh, self._param_specs)
+        return place(TrainState(jnp.int32(0), (), (), held, key), self._mesh)._replace(
+            params=params, opt_state=opt_state
+        )
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         self._check_batch(batch)
@@ -135,7 +177,7 @@ class TrainStep:
 
     def _global_step(self, state: TrainState, batch):
         over_workers = PartitionSpec(self._axes)
-        specs = state_specs(state)
+        specs = state_specs(state, state.params, self._param_specs)
         batch = constrain(batch, NamedSharding(self._mesh, over_workers))
         run = jax.shard_map(
             self._local_step, mesh=self._mesh, in_specs=(specs, over_workers), out_specs=(specs, over_workers)
@@ -147,8 +189,9 @@ class TrainStep:
         key = None
         if state.key is not None:
             key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), worker_index(self._axes))
-        params = as_local(state.params, self._axes)
+        params = as_local(gather_shards(state.params, self._param_specs, self._gathered), self._axes)
         loss, grad, squares, model_state = self._accumulated(params, batch, model_state, key)
+        grad, squares = self._own_shards(grad, squares)
         extra = {} if squares is None else {"sum_grad_squared": squares}
         updates, opt_state = self._tx.update(grad, state.opt_state, state.params, **extra)
         new = TrainState(
@@ -159,6 +202,16 @@ class TrainStep:
             key=state.key,
         )
         return new, Metrics(loss[None])
+
+    def _own_shards(self, grad, squares):
+        """The mean over the axes over which parameters were gathered; there each sample counts 1 / size."""
+        if not self._gathered:
+            return grad, squares
+        grad = scatter_mean(grad, self._param_specs, self._gathered)
+        if squares is not None:
+            mean = scatter_mean(squares, self._param_specs, self._gathered)
+            squares = jax.tree.map(lambda s: s / axis_size(self._gathered), mean)
+        return grad, squares
 
     def _accumulated(self, params, batch, model_state, key):
         """Loss, gradient, squares and model state of this worker's batch, part after part."""
@@ -174,8 +227,13 @@ class TrainStep:
             return (jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, (loss, grad, squares)), model_state), None
 
         shapes = jax.eval_shape(self._gradients, params, jax.tree.map(lambda x: x[0], batch), model_state, key)[:3]
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-        carry = (as_local(zeros, self._axes), model_state)
+
+        def begin(tree):
+            return jax.tree.map(lambda s, p: zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32), p), tree, params)
+
+        loss, grad, squares = shapes
+        sums = as_local(jnp.float32(0), self._axes), begin(grad), None if squares is None else begin(squares)
+        carry = (sums, model_state)
         ((loss, grad, squares), model_state), _ = jax.lax.scan(add, carry, (batch, keys))
         grad = jax.tree.map(lambda g, s: (g / parts).astype(s.dtype), grad, shapes[1])
         # Each sample counts 1 / (parts * part size), so its square falls by parts**2.

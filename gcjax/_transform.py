@@ -9,7 +9,7 @@ import optax
 
 from gcjax._bits import pack_mask
 from gcjax._compat import tracks_variation, vary, varying_axes
-from gcjax._exchange import axis_size, axis_tuple, comm_over, dense_mean
+from gcjax._exchange import anywhere, axis_size, axis_tuple, comm_over, dense_mean
 from gcjax._layout import flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, Compressor, PerWorker, Sent
 
@@ -17,13 +17,14 @@ from gcjax._types import Array, Compressor, PerWorker, Sent
 class Report(NamedTuple):
     """What the last update sent, summed over the buckets. Scalars of one worker.
 
-    sent: `Sent`.  parameters: float32, entries of the model.  workers: int32.
+    sent: `Sent`.  parameters: float32, entries of the model.  workers: int32.  stripes: int32, inner workers of each.
     skipped: int32, updates so far that were skipped because some worker's input was not finite.
     """
 
     sent: Sent
     parameters: Array
     workers: Array
+    stripes: Array
     skipped: Array
 
 
@@ -44,28 +45,32 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
       compressor: the method.
       axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`; None for a single
         worker, whose update is what its own payload decodes to.
-      inner_axis_name: axis or axes over which the gradient is averaged densely first (a fast link); the state is then
-        the same along them, and reports count only what moves along `axis_name`.
+      inner_axis_name: axis or axes of a fast link inside the slow one, over which the gradient is averaged densely
+        first. The q workers along them are then equal and share the work of one: each moves a q-th part of every
+        message along `axis_name`, which is what `wire_bytes` counts, and the others get from it over the fast link what
+        came in. That link carries an all-reduce of the gradient as well, and of `sum_grad_squared` where it is used.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
       of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
-      all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`).
+      all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`), and per shard where the
+      parameters are sharded over further axes (`gcjax.init_sharded`).
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it; a `sum_grad_squared`, `params` or state
         of another structure; a negative `sum_grad_squared` where its value is known.
       TypeError: leaves of integer or complex dtype.
     """
-    axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
-    if both := set(axes) & set(inner_axes):
+    worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
+    if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
 
     def init(params) -> CompressState:
         layout = layout_of(params)
+        axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         zero, count = jnp.float32(0), jnp.int32(0)
         sent = Sent(count, count, count, count, count, zero, zero)
-        report = Report(sent, jnp.float32(layout.entries), jnp.int32(1), count)
+        report = Report(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), count)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         return CompressState(PerWorker(_hold(buckets), axes), PerWorker(_hold(report), axes))
 
@@ -76,13 +81,15 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
-        comm = comm_over(axes)
-        _reject_reduced(updates, axes + inner_axes)
+        comm = comm_over(worker_axes, inner_axes)
+        _reject_reduced(updates, worker_axes + inner_axes)
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
         gradients = flatten(layout, updates)
         squares = [None] * len(gradients) if sum_grad_squared is None else flatten(layout, sum_grad_squared)
-        ok = comm.max(_any_bad(gradients, squares).astype(jnp.int32)) == 0
+        axes = state.buckets.axes
+        shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
+        ok = comm.max(anywhere(_any_bad(gradients, squares).astype(jnp.int32), shard_axes)) == 0
         held = _release(state.buckets.value, jax.eval_shape(lambda: tuple(map(compressor.init, layout.buckets))))
         results = [
             compressor.update(gradient, square, bucket_state, comm, ok)
@@ -92,10 +99,12 @@ def compress(compressor: Compressor, *, axis_name=None, inner_axis_name=None) ->
         sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *sents)
         sent = sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved())
         skipped = state.report.value.skipped[0] + ~ok
-        report = Report(sent, jnp.float32(layout.entries), jnp.int32(comm.size), skipped)
+        workers, stripes = jnp.int32(comm.size), jnp.int32(comm.stripes)
+        report = Report(sent, jnp.float32(layout.entries), workers, stripes, skipped)
         # Typed as varying throughout, also what is equal everywhere: a scan wants its carry's types to stay the same.
         held = vary(_hold((states, report)), axes if tracks_variation(axes) else ())
-        return unflatten(layout, list(means)), CompressState(PerWorker(held[0], axes), PerWorker(held[1], axes))
+        new = CompressState(PerWorker(held[0], axes), PerWorker(held[1], axes))
+        return _equal_where_gradients_are(unflatten(layout, list(means)), updates, shard_axes), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -176,12 +185,41 @@ def _reject_reduced(updates, axes: tuple[str, ...]) -> None:
 
 
 def _inner_mean(updates, sum_grad_squared, inner_axes):
-    """The gradient of the joint batch of the inner workers, and its squares, each sample now counting 1/size."""
+    """The gradient of the joint batch of the inner workers, and its squares, each sample now counting 1/size.
+
+    Not a reduce-scatter, half of the bytes: each inner worker would then keep the state of a part of the model, and
+    `init` does not know the mesh. Parameters that are sharded over the inner axis bring just that.
+    """
     size = axis_size(inner_axes)
     updates = jax.tree.map(lambda x: dense_mean(x, inner_axes), updates)
     if sum_grad_squared is not None:
         sum_grad_squared = jax.tree.map(lambda x: dense_mean(x, inner_axes) / size, sum_grad_squared)
     return updates, sum_grad_squared
+
+
+def _shard_axes(params, averaged_axes) -> tuple[str, ...]:
+    """The axes over which the parameters are sharded, known inside `jax.shard_map`."""
+    axes = varying_axes(params)
+    if wrong := sorted(axes & set(averaged_axes)):
+        raise ValueError(
+            f"the parameters are sharded over {wrong}, over which the gradient is to be averaged: parts of different "
+            "parameters would be added. Name only axes along which the workers have the same parameters; "
+            "gcjax.make_train_step averages over the others by itself"
+        )
+    return tuple(sorted(axes))
+
+
+def _equal_where_gradients_are(updates, gradients, shard_axes):
+    """A leaf that is not sharded shares its buckets with leaves that are, and each shard sends other entries of it.
+
+    Their mean is equal on all shards, and nothing is lost in it.
+    """
+
+    def mean(u, g):
+        over = tuple(axis for axis in shard_axes if axis in varying_axes(u) - varying_axes(g))
+        return dense_mean(u, over) if over else u
+
+    return jax.tree.map(mean, updates, gradients)
 
 
 def _any_bad(gradients, squares):

@@ -63,6 +63,8 @@ class Comm:
     algorithms: a gather of m bytes moves (size - 1) * m, a maximum, sum or mean of m bytes 2 * (size - 1) / size * m, a
         swap of m bytes (size - 1) / size * m.
     metered(): the same collectives with the count at zero, for code that only runs on some steps.
+    stripes: number of inner workers that share the work of one worker here. All but maxima are cut into as many parts;
+        m is then the size of a part, padding included. What moves between the inner workers is not counted.
     """
 
     size: int
@@ -74,6 +76,7 @@ class Comm:
     swap: Callable[[Array], Array]
     bytes_moved: Callable[[], float]
     metered: Callable[[], "Comm"]
+    stripes: int = 1
 
 
 class Compressor(NamedTuple):

@@ -127,7 +127,7 @@ def messages(tx, gradients, monkeypatch):
         return tuple(given), state
 
     with monkeypatch.context() as patch:
-        patch.setattr(gcjax._transform, "comm_over", lambda axes: comm)
+        patch.setattr(gcjax._transform, "comm_over", lambda *axes: comm)
         payloads, state = jax.jit(update)(gradients)
     return [np.asarray(x) for x in payloads], gcjax.info(state)
 

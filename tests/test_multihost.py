@@ -124,6 +124,14 @@ def test_different_options_are_caught_on_both_processes_before_the_first_step(st
         assert "loss=" not in out
 
 
+def test_different_numbers_of_devices_are_named_on_both_processes(start, port):
+    processes = [start(*member(port, i, 2, f"--devices-per-process={1 + i}")) for i in (0, 1)]
+    for process in processes:
+        status, _, errors = finish(process)
+        assert status == 1
+        assert errors.startswith("multihost.py: the processes do not agree: they have [1, 2] devices")
+
+
 def test_a_process_without_its_coordinator_says_where_it_looked(start, port):
     status, out, errors = finish(start(*member(port, 1, 2, "--wait=1")))
     assert status == 1

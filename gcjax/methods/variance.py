@@ -129,7 +129,7 @@ def variance_compress(
       transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
         pass on the largest sums, `capacity` in all: traffic stops growing with the workers, while more entries wait.
         What an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less
-        at the largest capacity; mostly "reduce_scatter" from 4 or 5 workers on.
+        at the largest capacity: "reduce_scatter" from 4 workers on, with two words an entry from 3.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
 

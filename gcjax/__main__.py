@@ -1,0 +1,106 @@
+"""The command line: `python -m gcjax plan` predicts what compression will bring."""
+
+import argparse
+import sys
+from fractions import Fraction
+
+import gcjax
+from gcjax._network import as_count
+
+SHOWN = 6  # methods in the plot, beside the dense mean
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gcjax", description="Gradient compression for JAX.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add = commands.add_parser("plan", help="predict the time of a training step with every method")
+    add.description = "Predicts the time of a training step with every method; see help(gcjax.plan) for the model."
+    add.add_argument("--params", required=True, metavar="N", help="parameters of the model, such as 25.6M")
+    add.add_argument("--workers", required=True, metavar="P", help="data-parallel workers")
+    add.add_argument("--link", required=True, metavar="SPEED", help="of each worker or host, such as 1Gbit or 50GB/s")
+    add.add_argument("--step-time", required=True, metavar="TIME", help="a step without any exchange, such as 0.3s")
+    add.add_argument("--latency", default="50us", metavar="TIME", help="of a message (default 50us)")
+    add.add_argument("--density", default="1/100", metavar="SHARE", help="sent by sparse methods (default 1/100)")
+    add.add_argument("--inner-workers", default="1", metavar="Q", help="workers on each host (default 1)")
+    add.add_argument("--inner-link", metavar="SPEED", help="between the workers of a host, such as 300Gbit")
+    add.add_argument(
+        "--methods", nargs="+", metavar="NAME", help="compare these only, such as variance 'power_sgd rank 2'"
+    )
+    add.add_argument("--measure", action="store_true", help="measure the methods on this device again")
+    add.add_argument("--plot", metavar="FILE", help="draw the step's time against the speed of the link")
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        print(_plan(args))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"python -m gcjax plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(args) -> gcjax.Plan:
+    if args.plot:
+        _pyplot()  # before anything takes time
+    setting = {
+        "workers": as_count("--workers", args.workers),
+        "link": args.link,
+        "step_time": args.step_time,
+        "latency": args.latency,
+        "density": _share(args.density),
+        "inner_workers": as_count("--inner-workers", args.inner_workers),
+        "inner_link": args.inner_link,
+        "methods": args.methods,
+    }
+    if args.measure:
+        gcjax.measure_costs(_show)
+    found = gcjax.plan(args.params, **setting, progress=_show)
+    if args.plot:
+        _draw(found, args.plot)
+    return found
+
+
+def _share(text: str) -> float:
+    try:
+        return float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"--density must be a share such as 1/100 or 0.01, got {text!r}") from None
+
+
+def _show(done: int, count: int, name: str) -> None:
+    print(f"measuring {done + 1} of {count} on this device, once: {name}", file=sys.stderr)
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError('--plot needs matplotlib: pip install "gcjax[examples]"') from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def _draw(found: gcjax.Plan, path: str) -> None:
+    """Seconds of a step against the speed of the link, a factor of 100 to either side."""
+    pyplot = _pyplot()
+    setting = found.setting
+    here = setting.link.bits_per_second
+    rates = [here * 10 ** (k / 10) for k in range(-20, 21)]
+    plans = [{row.method: row.step for row in found.at(rate).rows} for rate in rates]
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for row in [found.dense, *[row for row in found.rows if row is not found.dense][:SHOWN]]:
+        style = {"color": "black", "linewidth": 2} if row is found.dense else {}
+        axes.loglog([rate / 1e9 for rate in rates], [steps[row.method] for steps in plans], label=row.method, **style)
+    axes.axvline(here / 1e9, color="grey", linestyle=":")
+    axes.axhline(setting.step_time, color="grey", linestyle="--", label="without exchange")
+    axes.set(xlabel="link, Gbit/s", ylabel="predicted step, s")
+    axes.set_title(f"{setting.parameters:,} parameters, {setting.workers:,} workers")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Training loops in pmap, and the same in shard_map: from the start, or from a checkpoint."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+
+WORKERS, STEPS = 8, 6
+METHODS = {
+    "variance": gcjax.variance_compress(0.5, values="float32", axis_name="data"),
+    "top_k": gcjax.top_k_compress(0.2, axis_name="data"),
+    "power_sgd": gcjax.power_sgd_compress(1, key=jax.random.key(0), axis_name="data"),
+}
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return optax.l2_loss(jnp.tanh(x @ params["first"]) @ params["second"], y).mean()
+
+
+def params_of(seed=0):
+    first, second = jax.random.split(jax.random.key(seed))
+    return {"first": jax.random.normal(first, (6, 20)), "second": jax.random.normal(second, (20, 5))}
+
+
+def batches(steps):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        x = rng.normal(size=(WORKERS * 4, 6)).astype(np.float32)
+        yield x, np.stack([np.sin(x).sum(1)] * 5, 1)
+
+
+def train_step_of(tx):
+    """The same lines for both: the gradient is local in both."""
+
+    def train_step(params, opt_state, batch):
+        _, moments = gcjax.value_and_moments(loss_fn)(params, batch)
+        updates, opt_state = tx.update(moments.grad, opt_state, params, sum_grad_squared=moments.sum_grad_squared)
+        return optax.apply_updates(params, updates), opt_state
+
+    return train_step
+
+
+def stacked(tree):
+    return jax.tree.map(lambda x: np.stack([x] * WORKERS), tree)
+
+
+@functools.cache
+def steps(method):
+    """A transform, its step in pmap and its step in shard_map."""
+    tx = optax.chain(METHODS[method], optax.sgd(0.125, momentum=0.5))
+    specs = gcjax.state_specs(tx.init(params_of()))
+    sharded = jax.shard_map(
+        train_step_of(tx), mesh=mesh_of(WORKERS), in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+    )
+    return tx, jax.pmap(train_step_of(tx), axis_name="data"), jax.jit(sharded)
+
+
+def train_in_pmap(method, params, opt_state, data):
+    step = steps(method)[1]
+    for batch in data:
+        batch = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+        params, opt_state = jax.block_until_ready(step(params, opt_state, batch))
+    return params, opt_state
+
+
+def train_in_shard_map(method, params, opt_state, data):
+    step, params = steps(method)[2], gcjax.place(params, mesh_of(WORKERS))
+    for batch in data:
+        batch = jax.device_put(batch, jax.NamedSharding(mesh_of(WORKERS), P("data")))
+        params, opt_state = jax.block_until_ready(step(params, opt_state, batch))
+    assert step._cache_size() == 1
+    return params, opt_state
+
+
+def out_of_pmap(opt_state):
+    """As the README shows it."""
+    specs = gcjax.state_specs(opt_state)
+    joined = jax.tree.map(
+        lambda spec, part: jax.tree.map(lambda x: jnp.concatenate(x) if spec else x[0], part), specs, opt_state
+    )
+    return jax.device_put(joined, jax.tree.map(lambda spec: jax.NamedSharding(mesh_of(WORKERS), spec), specs))
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loop_in_pmap_and_its_migration_end_with_the_same_bits(method):
+    tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
+    in_pmap, pmap_state = train_in_pmap(method, stacked(params), stacked(tx.init(params)), data)
+    placed = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    in_shard_map, state = train_in_shard_map(method, params, placed, data)
+    for worker in range(WORKERS):
+        assert_same_bits(jax.tree.map(lambda x, w=worker: x[w], in_pmap), in_shard_map)
+    assert_same_bits(out_of_pmap(pmap_state), state)
+    assert loss_fn(in_shard_map, data[0]) < loss_fn(params, data[0])
+    ours, theirs = gcjax.info(state), gcjax.info(pmap_state)
+    np.testing.assert_array_equal(ours.residual_norm, theirs.residual_norm)
+    assert ours.wire_bytes == theirs.wire_bytes > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
+    tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
+    expected, _ = train_in_pmap(method, stacked(params), stacked(tx.init(params)), data)
+    half, state = jax.device_get(train_in_pmap(method, stacked(params), stacked(tx.init(params)), data[:3]))
+    got, _ = train_in_shard_map(method, jax.tree.map(lambda x: x[0], half), out_of_pmap(state), data[3:])
+    assert_same_bits(got, jax.tree.map(lambda x: x[0], expected))
+    afresh = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    without, _ = train_in_shard_map(method, jax.tree.map(lambda x: x[0], half), afresh, data[3:])
+    assert (without["first"] != got["first"]).any()  # the state does matter
+
+
+def test_the_states_of_all_devices_outside_of_pmap_are_refused():
+    tx = METHODS["top_k"]
+    with pytest.raises(ValueError, match="update got the state of 8 workers at once"):
+        tx.update(params_of(), stacked(tx.init(params_of())))
+
+
+def test_an_axis_of_another_name_is_refused():
+    tx = METHODS["top_k"]
+    with pytest.raises(ValueError, match=r"axis_name \('data',\) is not bound here"):
+        jax.pmap(lambda s, g: tx.update(g, s), axis_name="batch")(stacked(tx.init(params_of())), stacked(params_of()))
+
+
+def test_a_gradient_that_was_local_in_pmap_is_refused_in_shard_map_where_it_is_not():
+    tx, params = METHODS["top_k"], params_of()
+    state = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    specs = gcjax.state_specs(state)
+
+    def step(params, opt_state, batch):
+        return tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+
+    with pytest.raises(ValueError, match=r"gcjax\.local_gradients"):
+        jax.shard_map(step, mesh=mesh_of(WORKERS), in_specs=(P(), specs, P("data")), out_specs=(P(), specs))(
+            params, state, next(batches(1))
+        )
