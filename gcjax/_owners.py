@@ -2,7 +2,8 @@
 
 Every mask word has an owner among the workers. All send it their entries of that word; it adds them up and sends the
 largest of its sums, as many as one worker may send it, to all. What it does not pass on comes back to it, for its own
-residual. So a worker moves less than three payloads of the same capacity (four where an entry takes two words).
+residual. So a worker moves less than three payloads of the same capacity (four where an entry takes two words), as
+long as the capacity is above 32 entries for each worker.
 
 **Source**: Renggli et al., "SparCML", SC 2019, arXiv 1802.08021, split and all-gather; Li and Hoefler, "Near-Optimal
 Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP 2022, arXiv 2201.07598, selecting again at the owners.
@@ -73,7 +74,8 @@ def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, 
 
             nothing = (arrived[0, 0] & 0).astype(jnp.float32)  # typed as different on each worker, as the sums will be
             sums = add_payloads(arrived, jnp.full(rounds * LANES, nothing), header, slots, at_owner)
-            passed = top_k_words(sums, slots)
+            # What arrives is few against the owner's part, and much of it equal: coded values are.
+            passed = top_k_words(sums, slots, filled=slots * workers)
             mean, passed_on = _share(sums, passed, jnp.full(len(x), fill), slots, metered)
             kept = jnp.where(unpack_mask(passed, len(sums)), 0, workers * sums)
             return mean, kept, passed_on, jnp.int32(slots * workers), jnp.float32(metered.bytes_moved())

@@ -105,7 +105,8 @@ def init_sharded(tx: optax.GradientTransformation, params: PyTree, mesh: jax.sha
         specs = gcjax.state_specs(opt_state, params, param_specs)  # for in_specs and out_specs of jax.shard_map
 
     Every shard is compressed by itself, over the axes that the compressor names; so is, on each of its copies, a leaf
-    that is not sharded, and its update is the mean of theirs (a dense all-reduce, over the other axes).
+    that is not sharded, and its update is the mean of theirs (a dense all-reduce, over the other axes). Without JAX's
+    tracking of varying axes (check_vma=False) such a leaf is not told from others: keep it out by `optax.partition`.
 
     Args:
       tx: any optax chain; its compressor names axes over which no parameter is sharded.

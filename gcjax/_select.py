@@ -46,14 +46,19 @@ def _count_rows(mask):
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
-def kth_magnitude(x, k):
+def kth_magnitude(x, k, filled=None):
     """Bits of the k-th largest magnitude of x, exactly. float32[n]; k int or int32, from 1 to n.
 
-    A sample gives a bracket that nearly always holds the wanted number; one pass counts what lies above and gathers
+    filled: no more entries than this are not zero, where that is known; only these are then searched. Else a sample gives a bracket that nearly always holds the wanted number; one pass counts what lies above and gathers
     what lies inside, and the search goes on among these few. Where the bracket misses, or ties fill it, all entries are
     searched. With fewer than k entries to select, the bits of the smallest normal number come back.
     """
     bits, size = magnitude_bits(x), len(x)
+    if filled is not None and filled < size:
+        lined_up = queue(pack_mask(bits > 0), jnp.int32(0))
+        slot = jnp.arange(filled, dtype=jnp.int32)
+        bits = jnp.where(slot < lined_up.total, bits[indices(lined_up, filled)], 0)
+        return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
     if size <= 2 * SAMPLE:
         return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
     sample = bits[scatter_positions(size, SAMPLE, 0)]
@@ -95,12 +100,12 @@ def _pack_two(a, b):
     return by_rows(pack, a, b)
 
 
-def top_k_words(x, k):
+def top_k_words(x, k, filled=None):
     """Mask words of the k entries of largest magnitude, of equal ones those with the lowest index.
 
-    float32[n]; k int or int32 from 1 to n. Fewer are set only where fewer are not zero.
+    float32[n]; k int or int32 from 1 to n. Fewer are set only where fewer are not zero. filled: as in `kth_magnitude`.
     """
-    threshold = kth_magnitude(x, k)
+    threshold = kth_magnitude(x, k, filled)
     bits = magnitude_bits(x)
     above, equal = _pack_two(bits > threshold, bits == threshold)
     room = k - jnp.sum(count_bits(above))

@@ -18,7 +18,7 @@ def mask_of(seed, size, density):
     return np.random.default_rng(seed).random(size) < density
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(SEEDS, SIZES, DENSITIES)
 def test_a_packed_mask_has_bit_i_in_word_i_over_32_and_unpacks_to_itself(seed, size, density):
     mask = mask_of(seed, size, density)
@@ -61,7 +61,7 @@ def test_prefix_count_is_the_running_number_of_set_bits(seed, size, density):
     np.testing.assert_array_equal(_bits.prefix_count(words), expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 2**32 - 1))
 def test_nth_set_bit_finds_every_bit(word):
     positions = [i for i in range(32) if word >> i & 1]
@@ -69,7 +69,7 @@ def test_nth_set_bit_finds_every_bit(word):
     np.testing.assert_array_equal(found, positions)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16, 32]), SEEDS)
 def test_packed_integers_come_back(count, bits, seed):
     values = np.random.default_rng(seed).integers(0, 2**bits, count, dtype=np.uint32)
@@ -92,7 +92,7 @@ def test_the_mid_point_goes_up_and_what_is_just_below_goes_down():
     assert _bits.nearest_exponent(jnp.array([1.5, below, 1.0, 0.75])).tolist() == [128, 127, 127, 127]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(SEEDS, SIZES, DENSITIES, st.sampled_from([32, 64, 256, 5024]), st.integers(0, 10**6))
 def test_compaction_gives_the_set_entries_in_order_from_any_word_on(seed, size, density, capacity, first):
     mask = mask_of(seed, size, density)

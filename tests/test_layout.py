@@ -12,7 +12,7 @@ from gcjax import _layout
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(SHAPES, st.sampled_from([32, 64, 96, 1 << 28]), st.integers(0, 2**31))
 def test_flatten_and_unflatten_are_inverse_for_any_tree_and_bucket_size(shapes, limit, seed):
     rng = np.random.default_rng(seed)

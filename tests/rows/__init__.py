@@ -32,6 +32,7 @@ class Row(NamedTuple):
     joins: gives the same updates when the model is cut into several buckets in the middle of leaves.
     uses_squares: reads `sum_grad_squared`.
     wire: dtypes of the collectives.  dense_wire: may all-reduce as many words as there are parameters.
+    rare: a combination of what other rows have, run only with the marker `full`.
     infinite_at: magnitudes from here on become infinite, as documented.
     """
 
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     uses_squares: bool = False
     wire: frozenset[str] = frozenset({"u32", "s32"})
     dense_wire: bool = False
+    rare: bool = False
     infinite_at: float = float("inf")
 
     def capacities(self, workers: int) -> tuple[int, ...]:
