@@ -49,9 +49,10 @@ def _count_rows(mask):
 def kth_magnitude(x, k, filled=None):
     """Bits of the k-th largest magnitude of x, exactly. float32[n]; k int or int32, from 1 to n.
 
-    filled: no more entries than this are not zero, where that is known; only these are then searched. Else a sample gives a bracket that nearly always holds the wanted number; one pass counts what lies above and gathers
-    what lies inside, and the search goes on among these few. Where the bracket misses, or ties fill it, all entries are
-    searched. With fewer than k entries to select, the bits of the smallest normal number come back.
+    filled: no more entries than this are not zero, where that is known; only these are searched. Otherwise a sample
+    gives a bracket that nearly always holds the wanted number; one pass counts what lies above and gathers what lies
+    inside, and the search goes on among these few. Where the bracket misses, or ties fill it, all entries are searched.
+    With fewer than k entries to select, the bits of the smallest normal number come back.
     """
     bits, size = magnitude_bits(x), len(x)
     if filled is not None and filled < size:
