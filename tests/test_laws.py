@@ -1,7 +1,8 @@
 """The laws, for every row of the table of methods.
 
 By default each on a representative setting: 8 workers in shard_map, one compiled step for most laws. Those that compile
-more are only asked of the first row of each public name. The marker `full` has the rest of the matrix.
+more are asked of the first row of each public name, the costliest of one for each kind of exchange. The marker `full`
+has the rest of the matrix.
 """
 
 import functools
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Runner, axes_of, compress_state, residuals, sample_gradients, stacked
-from rows import SHAPES, SIZES, methods
+from rows import RARE, SHAPES, SIZES, methods
 from wire import collectives
 
 import gcjax
@@ -22,7 +23,7 @@ METHODS = methods()
 
 def marks(row, rare=False):
     """All tests of a row run in one process, which compiles its steps once."""
-    return [pytest.mark.xdist_group(row.name), *[pytest.mark.full] * (rare or row.rare)]
+    return [pytest.mark.xdist_group(row.name), *[pytest.mark.full] * (rare or row.name in RARE)]
 
 
 def each(rows, rare=lambda row: False):
@@ -33,8 +34,11 @@ def _is_not_first(row):
     return row is not next(first for first in METHODS if first.public == row.public)
 
 
+# A ladder, a fixed size, a gather of codes, sums, swaps.
+KINDS = {"variance-paper", "top_k-0.05", "qsgd-4", "power_sgd-rank2", "onebit", "variance-owners"}
 EVERY_ROW = each(METHODS)
 EVERY_METHOD = each(METHODS, rare=_is_not_first)
+EVERY_KIND = each(METHODS, rare=lambda row: row.name not in KINDS)
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
@@ -79,7 +83,7 @@ PLACES = [
 
 
 def _is_extra(row, place):
-    return place != (8, "shard_map") and (place != (3, "pmap") or _is_not_first(row))
+    return place != (8, "shard_map") and (place != (3, "pmap") or row.name not in KINDS)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     assert np.isfinite(gcjax.info(state).residual_norm).all()
 
 
-@EVERY_METHOD
+@EVERY_KIND
 def test_a_model_cut_into_several_buckets_in_the_middle_of_leaves_works_alike(row, monkeypatch):
     import gcjax._layout
     import gcjax._transform

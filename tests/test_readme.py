@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import pytest
+
 import gcjax
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -26,6 +28,7 @@ def test_the_table_of_methods_the_exports_and_the_tests_agree():
     assert exported == in_readme == {row.public for row in methods()}
 
 
+@pytest.mark.full
 def test_doctests_of_the_methods_run():
     import doctest
     import importlib

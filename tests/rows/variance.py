@@ -127,7 +127,6 @@ def variance(
     alpha=1.5,
     conserves=False,
     joins=False,
-    rare=False,
     **options,
 ):
     def make(axis_name=None, **more):
@@ -152,7 +151,6 @@ def variance(
         ladder=capacity,
         transport=transport,
         joins=joins,
-        rare=rare,
         uses_squares=True,
     )
 
@@ -163,15 +161,15 @@ ROWS = [
     variance("feedback", feedback=True, conserves=True),
     variance("float32", values="float32", conserves=True, joins=True),
     variance("float16", values="float16"),
-    variance("float16-feedback", values="float16", feedback=True, conserves=True, rare=True),
+    variance("float16-feedback", values="float16", feedback=True, conserves=True),
     variance("levels", values="levels", key=7, has_oracle=False),
     variance("hybrid", threshold=0.5, conserves=True, joins=True),
     variance("overflow", capacity=(64,), values="float32", conserves=True),
-    variance("paper-overflow", capacity=(64,), rare=True),
+    variance("paper-overflow", capacity=(64,)),
     variance("owners", transport="reduce_scatter", feedback=True, conserves=True),
     variance("owners-paper-overflow", transport="reduce_scatter", capacity=(64,)),
     variance("owners-hybrid-overflow", transport="reduce_scatter", capacity=(64,), threshold=0.5, conserves=True),
-    variance("owners-float16", transport="reduce_scatter", values="float16", capacity=(320,), rare=True),
+    variance("owners-float16", transport="reduce_scatter", values="float16", capacity=(320,)),
     variance(
         "owners-levels",
         transport="reduce_scatter",
@@ -179,9 +177,8 @@ ROWS = [
         capacity=(320,),
         key=7,
         has_oracle=False,
-        rare=True,
     ),
-    variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True, rare=True),
+    variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True),
 ]
 
 
