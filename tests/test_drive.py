@@ -157,6 +157,7 @@ def test_the_error_of_a_leaf_does_not_reach_another():
     assert not updates["z"].any()
 
 
+@pytest.mark.full
 def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased_method_and_faster_with_feedback(
     monkeypatch,
 ):

@@ -132,6 +132,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number, start):
     assert traces(process) == []
 
 
+@pytest.mark.full
 def test_what_a_killed_run_leaves_is_removed_by_clean_and_a_live_run_is_not_touched(start):
     killed, alive = start("--quick"), start("--quick")
     for process in (killed, alive):

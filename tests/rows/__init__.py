@@ -27,7 +27,8 @@ RARE = {
     *("qsgd-3-elias", "random_k-unbiased", "sketch-0.5", "strom-overflow", "terngrad-gather", "top_k-1.0"),
     *("variance-drop", "variance-float16", "variance-float16-feedback", "variance-paper-overflow"),
     *("variance-owners-paper-overflow", "variance-owners-float16", "variance-owners-levels"),
-    "variance-hybrid-overflow",
+    *("variance-hybrid-overflow", "variance-levels", "variance-float32", "dense-float16", "dgc-nesterov-warm-up"),
+    *("drive-3-feedback", "random_k-blocks"),
 }
 
 
