@@ -3,7 +3,7 @@
 What a step computes is its time alone, on all hosts at once, plus what decoding the other hosts' payloads costs by the
 table of `gcjax.measure_costs`. The network is the planner's, with the latency of a scalar maximum and the rate of the
 link. Two things are taken from the collectives measured in the same run: the rate of unlimited links, and how far
-gloo's all-to-all, which does not send and receive at once, stays behind the model.
+gloo's collectives of more than a megabyte, which do not always send and receive at once, stay behind the model.
 """
 
 import json
@@ -19,7 +19,7 @@ from gcjax._imitate import Message, arriving_bytes, messages_of, model_of
 from gcjax._network import EFFICIENCY
 
 GOOD = 0.15
-BUFFERED = 2**20  # bytes: of an all-to-all below this, the sockets' buffers take what is sent meanwhile
+BUFFERED = 2**20  # bytes: below this, the sockets' buffers take what is sent meanwhile
 FREE = 10e9  # bits per second to begin with, where there is no limit
 COST_OF = {"variance": "variance", "top-k": "top_k", "dense float16": "dense float16"}  # rows that decode every payload
 
@@ -92,7 +92,7 @@ def link(message: Message, row: dict, record: dict) -> gcjax.Link:
     limited = row["link_mbit"] is not None
     of_model = gcjax.Link(1e6 * row["link_mbit"] if limited else FREE, latency, EFFICIENCY)
     kind = "all_reduce" if message.kind == "maximum" else message.kind
-    if limited and (kind != "all_to_all" or message.bytes < BUFFERED):
+    if limited and message.bytes < BUFFERED:
         return of_model
     largest = max((c for c in same if c["kind"] == kind), key=lambda c: c["bytes"])
     # Two latencies are enough to tell what is left for the bytes: the largest message takes far longer.
