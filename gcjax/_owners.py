@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._bits import LANES, count_bits, pack_mask, unpack_mask
+from gcjax._bits import LANES, count_bits, pack_mask, unpack_mask, words_for
 from gcjax._codec import float_code
 from gcjax._compact import cut, indices, queue
 from gcjax._payload import Exchanged, Header, Returned, add_payloads, agree_on_rung
@@ -50,9 +50,15 @@ def _owner_of(word, workers: int):
     return (word - _turn(dealt_in, workers)) % workers, dealt_in
 
 
+def _entry_of(owner, at_owner, workers: int):
+    """Place in the bucket of an entry, from its owner and its place among that one's entries, int32."""
+    return _word_of(owner, at_owner // LANES, workers) * LANES + at_owner % LANES
+
+
 def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, key) -> Exchanged:
+    """`_sparse.exchange` by this transport; `first` counts rounds. In the report, the capacity is that of all owners."""
     size, workers = len(words), comm.size
-    rounds = _whole_blocks(-(-size // workers))
+    rounds = words_for(-(-size // workers) * LANES)
     owner, dealt_in = jnp.arange(workers)[:, None], jnp.arange(rounds)
     dealt = jnp.pad(words, (0, rounds * workers - size))[_word_of(owner, dealt_in, workers)]
     lined_up = jax.vmap(queue, (0, None))(dealt, first)
@@ -94,19 +100,13 @@ def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, 
     return Exchanged(mean, cut_to[_owner_of(jnp.arange(size), workers)], resume, report, back)
 
 
-def _whole_blocks(words: int) -> int:
-    """Rounded up to the multiple of 32 that a mask has."""
-    return -(-words // LANES) * LANES
-
-
 def _bodies(x, lined_up, header: Header, slots: int, key):
     """Every owner's entries, coded: uint32[workers, m]."""
     workers = len(lined_up.words)
     keys = None if key is None else jax.random.split(key, workers)
 
     def body(owner, lined_up, key):
-        at_owner = indices(lined_up, slots)
-        index = _word_of(owner, at_owner // LANES, workers) * LANES + at_owner % LANES
+        index = _entry_of(owner, indices(lined_up, slots), workers)
         return header.code.encode(x[index], index, header.of(index), key)
 
     return jax.vmap(body)(jnp.arange(workers), lined_up, keys)
@@ -121,8 +121,8 @@ def _share(sums, passed, mean, slots: int, comm: Comm):
     payloads = comm.gather(jnp.concatenate([lined_up.total.astype(jnp.uint32)[None], body]))
 
     def spread(owner, payload):
-        index, y = SUMS.decode(payload[1:], lambda index: None)
-        return _word_of(owner, index // LANES, comm.size) * LANES + index % LANES, y
+        at_owner, y = SUMS.decode(payload[1:], lambda index: None)
+        return _entry_of(owner, at_owner, comm.size), y
 
     index, y = jax.vmap(spread)(jnp.arange(comm.size), payloads)
     slot = jnp.arange(slots, dtype=jnp.int32)
@@ -137,7 +137,7 @@ def _listed(kept, slots: int, size: int, comm: Comm) -> Returned:
     room = slots * comm.size
     lined_up = queue(pack_mask(kept != 0), jnp.int32(0))
     at_owner = indices(lined_up, room)
-    index = _word_of(comm.rank(), at_owner // LANES, comm.size) * LANES + at_owner % LANES
+    index = _entry_of(comm.rank(), at_owner, comm.size)
     slot = jnp.arange(room, dtype=jnp.int32)
     return Returned(jnp.where(slot < lined_up.total, index, size + slot), kept[at_owner])
 
