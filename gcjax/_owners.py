@@ -56,7 +56,7 @@ def _entry_of(owner, at_owner, workers: int):
 
 
 def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, key) -> Exchanged:
-    """`_sparse.exchange` by this transport; `first` counts rounds. In the report, the capacity is that of all owners."""
+    """`_sparse.exchange` by this transport; `first` counts rounds, and the capacity reported is that of all owners."""
     size, workers = len(words), comm.size
     rounds = words_for(-(-size // workers) * LANES)
     owner, dealt_in = jnp.arange(workers)[:, None], jnp.arange(rounds)

@@ -19,13 +19,18 @@ from gcjax._types import Comm, Sent
 
 TRANSPORTS = ("all_gather", "reduce_scatter", "auto")
 
-DEFAULT_RUNGS = 7
-DEFAULT_TOP = 16  # the largest default capacity is a 16th of the entries
+SHARES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)  # the default capacities are the entries divided by these
+ALWAYS = 16  # down to which they go with any number of workers
 
 
-def default_capacities(entries: int) -> tuple[int, ...]:
-    """1/1024 to 1/16 of the entries in factors of two, rounded up to multiples of 32."""
-    return tuple(sorted({_round_up(-(-entries // (DEFAULT_TOP << k))) for k in range(DEFAULT_RUNGS)}))
+def default_capacities(entries: int, workers: int) -> tuple[int, ...]:
+    """Capacities in factors of two, up to where an all-gather of one-word entries moves as much as the dense mean.
+
+    That is at 2 / workers of the entries. A lower end would save bytes in the first steps only, when much passes, and
+    what then has to wait costs accuracy far beyond them (bench/results/table-small.md).
+    """
+    shares = (share for share in SHARES if share >= min(workers / 2, ALWAYS))
+    return tuple(sorted({_round_up(-(-entries // share)) for share in shares}))
 
 
 def _round_up(slots: int) -> int:
@@ -45,9 +50,7 @@ def check_capacity(capacity) -> None:
 
 
 def capacities_for(capacity, bucket: Bucket) -> tuple[int, ...]:
-    """The ladder of a bucket, ascending: `capacity` is None (the default), a number of slots, or a tuple of them."""
-    if capacity is None:
-        return default_capacities(bucket.entries)
+    """The ladder of a bucket, ascending: `capacity` is a number of slots, or a tuple of them."""
     wanted = capacity if isinstance(capacity, tuple) else (capacity,)
     return tuple(sorted({_round_up(slots) for slots in wanted}))
 

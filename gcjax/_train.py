@@ -148,7 +148,7 @@ class TrainStep:
         if jax.process_count() > 1:
             self._check_agreement(state, batch)
         if self._one_pool:
-            jax.block_until_ready(state)
+            jax.block_until_ready((state, batch))  # the batch too: it may be the output of another program
         return self._jitted(state, batch)
 
     def lower(self, state: TrainState, batch: PyTree):

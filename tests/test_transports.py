@@ -11,6 +11,7 @@ from oracle import quick_bits
 import gcjax
 from gcjax._imitate import messages_of, ring_bytes
 from gcjax._owners import _owner_of, _word_of
+from gcjax._sparse import default_capacities
 
 N = 1 << 14
 PARAMS = {"a": np.zeros(N, np.float32)}
@@ -144,3 +145,14 @@ def test_an_unknown_transport_is_named():
             ValueError, match="transport must be one of 'all_gather', 'reduce_scatter', 'auto', got 'x'"
         ):
             make(0.5, transport="x")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16, 100])
+def test_the_default_capacities_end_where_the_dense_mean_moves_no_more(workers):
+    entries = 1 << 20
+    ladder = default_capacities(entries, workers)
+    assert ladder == tuple(sorted(ladder))
+    assert ladder[0] == entries // 1024
+    dense, payload = 2 * (workers - 1) / workers * entries, (workers - 1) * ladder[-1]
+    assert payload <= dense or ladder[-1] == entries // 16
+    assert 2 * payload >= dense or ladder[-1] == entries // 2

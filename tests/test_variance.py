@@ -235,9 +235,10 @@ def test_several_mesh_axes_count_as_one_and_an_inner_axis_is_averaged_first():
     assert len(gcjax.info(state).sent) == 2
 
 
-def test_an_update_needs_few_temporaries_when_the_state_is_donated():
+@pytest.mark.parametrize(("capacity", "most"), [((1 << 20) // 16, 0.35), (None, 2.1)])
+def test_an_update_needs_few_temporaries_when_the_state_is_donated(capacity, most):
     size = 1 << 20
-    tx = gcjax.variance_compress()
+    tx = gcjax.variance_compress(capacity=capacity)
     g = jax.ShapeDtypeStruct((size,), jnp.float32)
     state = jax.eval_shape(tx.init, g)
 
@@ -247,7 +248,7 @@ def test_an_update_needs_few_temporaries_when_the_state_is_donated():
 
     memory = jax.jit(update, donate_argnums=(0, 1, 2)).lower(g, g, state).compile().memory_analysis()
     assert memory.alias_size_in_bytes > 4 * 4 * size  # updates, squares, r and v: all in place
-    assert memory.temp_size_in_bytes < 0.35 * 4 * size
+    assert memory.temp_size_in_bytes < most * 4 * size  # by default, room for half of the entries
 
 
 def test_the_state_survives_pickling_to_the_bit():

@@ -21,7 +21,7 @@ from gcjax._bits import pack_mask, unpack_mask
 from gcjax._codec import sign_code
 from gcjax._layout import Bucket
 from gcjax._owners import take_back
-from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
+from gcjax._sparse import capacities_for, check_capacity, check_transport, default_capacities, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -103,7 +103,8 @@ def strom_compress(
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         r = jnp.where(ok, state.residual + gradient, state.accumulated)
         words = pack_mask(jnp.abs(r) > threshold)
-        no_scale, slots = jnp.zeros(0, jnp.uint32), capacities_for(capacity, bucket)
+        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
+        no_scale, slots = jnp.zeros(0, jnp.uint32), capacities_for(ladder, bucket)
         out = exchange(r, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
         tau = jnp.where(ok, jnp.float32(threshold), state.threshold)
         reset = jnp.where(ok, out.words, state.reset)

@@ -29,7 +29,7 @@ from gcjax._codec import Code, float_code, level_code, power_of_two_code, sign_c
 from gcjax._layout import Bucket
 from gcjax._owners import take_back
 from gcjax._random import step_key
-from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
+from gcjax._sparse import capacities_for, check_capacity, check_transport, default_capacities, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
 
@@ -123,7 +123,8 @@ def variance_compress(
         `key`), "float16" or "float32".
       key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
       capacity: slots in a worker's payload: an int (fixed size), a tuple of ints (the smallest that holds every
-        worker's entries is used), or None for a ladder from 1/1024 to 1/16 of the parameters. Rounded up to a
+        worker's entries is used), or None for a ladder from 1/1024 of the parameters to 2 / workers of them, at least
+        1/16 and at most 1/2: temporaries of twice the parameters, which a lower one would save. Rounded up to a
         multiple of 32; for each bucket of a model above 2**28 parameters. Entries beyond the largest stay in the
         residual and are first in the next step.
       transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
@@ -184,7 +185,8 @@ def variance_compress(
             clear = clear & (jnp.abs(r) > threshold)
         passed, words, scale = _encodable(clear, r, code, segment_of_word, len(bucket.segments))
         draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        slots = capacities_for(capacity, bucket)
+        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
+        slots = capacities_for(ladder, bucket)
         out = exchange(r, words, state.first, scale, segment_of_word, code, slots, comm, ok, draw, transport)
         dropped = passed & ~words if underflow == "drop" else jnp.uint32(0)
         reset = jnp.where(ok, out.words | dropped, state.reset)
