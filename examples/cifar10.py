@@ -1,0 +1,105 @@
+"""CIFAR-10 with any method of gcjax: the paper's network or a ResNet, Adam or momentum SGD, 8 workers.
+
+The workers are this machine's accelerators, or virtual CPU devices. Fetch CIFAR-10 (python or binary version, from
+https://www.cs.toronto.edu/~kriz/cifar.html), unpack it, and give the folder; an image folder (train/CLASS/*.png,
+test/CLASS/*.png) does too. Writes curves (steps.csv, epochs.csv), result.json, curves.png and checkpoints into --out.
+
+    python examples/cifar10.py --data DIR --out runs/first                       # 92,074 parameters, minutes on 2 cores
+    python examples/cifar10.py --data DIR --out runs/topk --method "top_k(density=0.01)" --optimiser sgd
+    python examples/cifar10.py --data DIR --out runs/paper --model vgg --epochs 300 --schedule halve
+    python examples/cifar10.py --data DIR --out runs/first --resume              # goes on after the last whole epoch
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common import networks
+from common.folders import load_folder
+from common.images import CIFAR_MEAN, CIFAR_STD, flip_and_crop, load_cifar10, normalise
+from common.options import Parser, Problem, above_zero, add_training
+from common.training import Task, batchnorm, train
+
+
+def make_task(args, data) -> Task:
+    images, labels, test_images, test_labels = data
+    size = args.workers * args.batch
+    if len(images) < size:
+        raise Problem(
+            f"--workers {args.workers} times --batch {args.batch} is more than the {len(images)} training images"
+        )
+    model = networks.CIFAR[args.model](args.width, 1 + int(max(labels.max(), test_labels.max())))
+    steps = len(images) // size  # the rest of an epoch is dropped
+
+    def init(key):
+        variables = dict(model.init(key, jnp.zeros((1, 32, 32, 3)), train=False))
+        return variables.pop("params"), variables.get("batch_stats")
+
+    def loss(params, batch, key, model_state=None):
+        images, labels = batch
+        variables = {"params": params} | ({} if model_state is None else {"batch_stats": model_state})
+        with batchnorm(args):
+            logits, updated = model.apply(variables, images, train=True, mutable=["batch_stats"], rngs={"dropout": key})
+        mean = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return mean if model_state is None else (mean, updated["batch_stats"])
+
+    def batches(epoch):
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(images))[: steps * size]
+        for chosen in order.reshape(steps, size):
+            yield images[chosen], labels[chosen]
+
+    def prepare(key, batch):
+        images, labels = batch
+        return flip_and_crop(key, normalise(images, CIFAR_MEAN, CIFAR_STD)), labels
+
+    @jax.jit
+    def right(params, model_state, images, labels):
+        variables = {"params": params} | ({} if model_state is None else {"batch_stats": model_state})
+        logits = model.apply(variables, normalise(images, CIFAR_MEAN, CIFAR_STD), train=False)
+        return jnp.sum(jnp.argmax(logits, axis=-1) == labels)
+
+    def evaluate(params, model_state):
+        parts = [slice(i, i + 1000) for i in range(0, len(test_images), 1000)]
+        correct = sum(int(right(params, model_state, test_images[part], test_labels[part])) for part in parts)
+        return {"accuracy": correct / len(test_images)}
+
+    return Task(init, loss, steps, batches, prepare, evaluate)
+
+
+def parse_options(arguments=None):
+    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    count = above_zero(int)
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10, see above")
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar10"), help="folder for curves and checkpoints")
+    parser.add_argument("--model", choices=networks.CIFAR, default="cnn", help="network")
+    parser.add_argument("--width", type=count, help="features of its first layer")
+    parser.add_argument("--images", type=count, help="train on the first so many images only")
+    add_training(parser, workers=8, batch=64, epochs=6, learning_rate=2e-3)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    args = parse_options()
+    try:
+        load = partial(load_folder, size=32) if (args.data / "train").is_dir() else load_cifar10
+        images, labels, *test = load(args.data)
+        result = train(make_task(args, (images[: args.images], labels[: args.images], *test)), args)
+    except Problem as problem:
+        print(f"cifar10.py: {problem}", file=sys.stderr)
+        return 2
+    last = result["epochs"][-1]
+    print(
+        f"test accuracy {100 * last['accuracy']:.2f} %, compression ratio {result['compression_ratio']:.1f}, "
+        f"wire ratio {result['wire_ratio']:.1f}, {last['wire_bytes'] / 1e6:.1f} MB sent per worker, "
+        f"{result['ms_per_step']:.0f} ms a step. Curves: {args.out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the training examples share: options, data, networks, the loop."""

@@ -1,0 +1,98 @@
+"""CIFAR-10 from its official files, and flips and crops."""
+
+import pickle
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from common.options import Problem
+
+SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
+CIFAR_MEAN, CIFAR_STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+LAYOUTS = {
+    "cifar-10-batches-py": ([f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
+    "cifar-10-batches-bin": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
+}
+
+
+def load_cifar10(folder: Path):
+    """Training images uint8[50000, 32, 32, 3] and labels int32[50000], test images and labels (10,000).
+
+    folder: `cifar-10-batches-py` (python version), `cifar-10-batches-bin` (binary version), or what holds one of them.
+    Raises Problem, saying what to fetch and where to put it.
+    """
+    for name, (train, test) in LAYOUTS.items():
+        for place in (folder / name, folder):
+            if (place / train[0]).is_file():
+                parts = [_read(place / file) for file in (*train, test)]
+                images, labels = zip(*parts, strict=True)
+                return np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1]
+    raise Problem(
+        f"no CIFAR-10 in {str(folder)!r}: fetch the python or the binary version from {SOURCE}, unpack it there, and "
+        f"give the folder that holds {' or '.join(LAYOUTS)} with --data"
+    )
+
+
+def _read(path: Path):
+    """Images uint8[n, 32, 32, 3] and labels int32[n] of one file."""
+    again = f"unpack the archive from {SOURCE} again"
+    if not path.is_file():
+        raise Problem(f"{str(path)!r} is missing, though other files of CIFAR-10 are there: {again}")
+    if path.suffix == ".bin":
+        content = np.fromfile(path, np.uint8)
+        if len(content) == 0 or len(content) % 3073:
+            raise Problem(f"{str(path)!r} has {len(content)} bytes, not a multiple of 3073, so it is cut off: {again}")
+        rows = content.reshape(-1, 3073)
+        labels, pixels = rows[:, 0], rows[:, 1:]
+    else:
+        try:
+            with open(path, "rb") as file:
+                content = ArraysOnly(file, encoding="bytes").load()
+            labels, pixels = np.asarray(content[b"labels"]), np.asarray(content[b"data"])
+        except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise Problem(f"{str(path)!r} cannot be read ({error or type(error).__name__}): {again}") from None
+        if pixels.ndim != 2 or pixels.shape != (len(labels), 3072):
+            raise Problem(f"{str(path)!r} has images of shape {pixels.shape} and {len(labels)} labels: {again}")
+    if labels.min() < 0 or labels.max() > 9:
+        raise Problem(f"{str(path)!r} has labels from {labels.min()} to {labels.max()}, not 0 to 9: {again}")
+    images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images, np.uint8), labels.astype(np.int32)
+
+
+class ArraysOnly(pickle.Unpickler):
+    """Pickles may run any code; those of CIFAR-10 hold nothing but containers and numpy arrays."""
+
+    ALLOWED = (
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("_codecs", "encode"),
+    )
+
+    def find_class(self, module, name):
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it wants to call {module}.{name}, which pickles of CIFAR-10 do not")
+        return super().find_class(module, name)
+
+
+def flip_and_crop(key, images, padding: int = 4):
+    """Each image mirrored with probability 1/2, and cropped at random after padding with zeros; [n, h, w, c]."""
+    flips, crops = jax.random.split(key)
+    n, height, width, channels = images.shape
+    mirrored = jax.random.bernoulli(flips, 0.5, (n, 1, 1, 1))
+    images = jnp.where(mirrored, images[:, :, ::-1], images)
+    images = jnp.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    corners = jax.random.randint(crops, (n, 2), 0, 2 * padding + 1)
+
+    def crop(image, corner):
+        return jax.lax.dynamic_slice(image, (corner[0], corner[1], 0), (height, width, channels))
+
+    return jax.vmap(crop)(images, corners)
+
+
+def normalise(images, mean, std):
+    """uint8 or float in 0..255 to float32 of about mean 0 and deviation 1, channel by channel."""
+    return (images.astype(jnp.float32) / 255 - jnp.array(mean)) / jnp.array(std)
