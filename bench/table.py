@@ -28,8 +28,8 @@ from matplotlib.ticker import StrMethodFormatter
 from tqdm import tqdm
 
 BOTH, SGD = ("adam", "sgd"), ("sgd",)
-# name: (method, the optimisers it is for, further options). The first 18 are the rows of the paper's table and those of
-# other methods; what follows settles one choice each.
+# name: (method, the optimisers it is for, further options). First the rows of the paper's table, then other methods,
+# then variants of ours, each settling one choice.
 ROWS = {
     "dense": ("dense", BOTH, ""),
     "variance 1": ("variance(alpha=1)", BOTH, ""),
@@ -49,6 +49,14 @@ ROWS = {
     "1-bit": ("onebit", BOTH, ""),
     "ef-sign": ("ef_sign", BOTH, ""),
     "sketch 0.02": ("sketch(density=0.02)", SGD, "--momentum 0"),
+    "density 0.04": ("variance(density=0.04, feedback=True)", BOTH, ""),
+    "variance 0.5": ("variance(alpha=0.5)", BOTH, ""),
+    "underflow drop": ("variance(alpha=1.5, underflow='drop')", BOTH, ""),
+    "feedback": ("variance(alpha=1.5, feedback=True)", BOTH, ""),
+    "float32 values": ("variance(alpha=1.5, values='float32')", BOTH, ""),
+    "capacity N/16": ("variance(alpha=1.5, capacity=(96, 384, 1440, 5760))", BOTH, ""),
+    "4 microbatches": ("variance(alpha=1.5)", BOTH, "--squares microbatches"),
+    "squared batch gradient": ("variance(alpha=1.5)", BOTH, "--squares batch"),
 }
 SIZES = {
     "small": {
@@ -117,6 +125,7 @@ def run(job, args, cores: queue.SimpleQueue):
 
 
 def measure(args, store: dict, path: Path) -> None:
+    source = provenance()["source"]  # of the package, which may change while the table goes on
     have = {(record["row"], record["optimiser"], record["seed"]) for record in store["runs"]}
     missing = [job for job in wanted(args) if job not in have]
     cores: queue.SimpleQueue = queue.SimpleQueue()
@@ -126,7 +135,7 @@ def measure(args, store: dict, path: Path) -> None:
     bar = tqdm(total=len(missing), unit="run")
     with bar, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for done in concurrent.futures.as_completed([pool.submit(run, job, args, cores) for job in missing]):
-            store["runs"].append(done.result())
+            store["runs"].append(done.result() | {"source": source})
             write(path, json.dumps(store, indent=1))
             bar.update()
 

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import optax
 
 from gcjax import _checks
-from gcjax._bits import FLOAT_MAX, LANES, count_bits, pack_mask, pack_mask_and_peak, unpack_mask
+from gcjax._bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask, pack_mask_and_peak, unpack_mask
 from gcjax._codec import Code, float_code, level_code, power_of_two_code, sign_code
 from gcjax._layout import Bucket
 from gcjax._owners import take_back
 from gcjax._random import step_key
+from gcjax._select import entries_for, top_k_words
 from gcjax._sparse import capacities_for, check_capacity, check_transport, default_capacities, exchange
 from gcjax._transform import compress
 from gcjax._types import Array, Compressor
@@ -85,6 +86,7 @@ def variance_compress(
     *,
     decay=0.999,
     threshold=None,
+    density=None,
     feedback: bool = False,
     underflow: str = "keep",
     values: str = "power_of_two",
@@ -109,6 +111,9 @@ def variance_compress(
     With `threshold` :math:`\tau` (the hybrid with Strom's method) an entry is sent when also :math:`|r| > \tau`; what
     is sent is :math:`\tau\,\mathrm{sign}(r)`, r keeps the rest, v falls by as much as r squared, and all v decay.
 
+    With `density` (not in the paper) the traffic is fixed instead: the k = max(1, floor(density * parameters)) entries
+    are sent for which :math:`|r| \min(1, |r| / \sqrt{\alpha v})`, size times certainty, is largest.
+
     Costs two float32 and a bit per parameter in state; 32 bits per sent entry on the wire. Put it before the optimiser:
     `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
     after it. Clipping may come before; the squares are then those of the unclipped gradient, which only delays more.
@@ -117,6 +122,7 @@ def variance_compress(
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2. May be traced (`inject_hyperparams`).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
+      density: share of the entries to send, in (0, 1], or None for all that pass. Best with `feedback`.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
       values: how sent values travel: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
@@ -139,7 +145,8 @@ def variance_compress(
       sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns; left out, the batch counts as one sample.
 
     Raises:
-      ValueError: for a value out of range; `feedback` together with `underflow="drop"` or `values="levels"`.
+      ValueError: for a value out of range; `density` together with `threshold` or `capacity`; `feedback` together with
+        `underflow="drop"` or `values="levels"`.
       TypeError: for a missing or superfluous `key`, or an argument of the wrong type.
 
     **Randomness**: none, or `key` per worker. **Bias**: entries are delayed, and rounding is to the nearest (biased)
@@ -156,6 +163,7 @@ def variance_compress(
     [-0.5 -0. ]
     """
     _check(alpha, decay, threshold, feedback, underflow, values, key)
+    _check_density(density, threshold, capacity)
     check_capacity(capacity)
     check_transport(transport)
     hybrid = threshold is not None
@@ -181,11 +189,15 @@ def variance_compress(
         segment_of_word = jnp.asarray(bucket.segment_of_word())
         r, v = _accumulate(gradient, sum_grad_squared, state, decay, ok)
         clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
+        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
+        if density is not None:
+            ladder = entries_for(density, bucket.entries)
+            certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
+            clear = unpack_mask(top_k_words(jnp.abs(r) * jnp.minimum(certainty, 1), ladder), bucket.size)
         if hybrid:
             clear = clear & (jnp.abs(r) > threshold)
         passed, words, scale = _encodable(clear, r, code, segment_of_word, len(bucket.segments))
         draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
         slots = capacities_for(ladder, bucket)
         out = exchange(r, words, state.first, scale, segment_of_word, code, slots, comm, ok, draw, transport)
         dropped = passed & ~words if underflow == "drop" else jnp.uint32(0)
@@ -234,6 +246,17 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
         _checks.random_key("key (values='levels' draws random numbers)", key)
     elif key is not None:
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
+
+
+def _check_density(density, threshold, capacity):
+    if density is None:
+        return
+    if isinstance(density, jax.Array):
+        raise TypeError("density fixes the size of the payload and cannot be traced; give a Python float")
+    _checks.number("density", density, 0.0, 1.0)
+    for name, value in (("threshold", threshold), ("capacity", capacity)):
+        if value is not None:
+            raise ValueError(f"density={density!r} says how many entries are sent; leave out {name}={value!r}")
 
 
 def _left(r, v, kept: str, tau, scale):

@@ -5,16 +5,19 @@ import math
 import jax
 import numpy as np
 import optax
-from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, nearest_power, split, wire
+from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, largest, nearest_power, split, wire
 
 import gcjax
-from rows import CAPACITY, Row
+from rows import CAPACITY, SIZES, Row
 
 
 class VarianceWorker:
     """One worker of the variance method: `select` says what it sends, `settle` resets it afterwards."""
 
-    def __init__(self, sizes, alpha, decay, threshold=None, feedback=False, underflow="keep", values="power_of_two"):
+    def __init__(
+        self, sizes, alpha, decay, threshold=None, feedback=False, underflow="keep", values="power_of_two", density=None
+    ):
+        self.density = density
         self.alpha, self.decay, self.threshold = F(alpha), F(decay), threshold
         self.feedback, self.underflow, self.values = feedback, underflow, values
         self.r = [np.zeros(n, F) for n in sizes]
@@ -27,8 +30,10 @@ class VarianceWorker:
             for i in range(len(g)):
                 self.r[leaf][i] += F(g[i])
                 self.v[leaf][i] = min(F(self.v[leaf][i] + F(s[i])), FLOAT_MAX)
-                if self._clear(self.r[leaf][i], self.v[leaf][i]):
+                if self.density is None and self._clear(self.r[leaf][i], self.v[leaf][i]):
                     passed.append((leaf, i))
+        if self.density is not None:
+            passed = self._best()
         top = self._tops(passed)
         for leaf, i in passed:
             if self._encodable(self.r[leaf][i], top[leaf]):
@@ -42,6 +47,17 @@ class VarianceWorker:
     def _clear(self, r, v):
         clear = F(r * r) > min(F(self.alpha * v), FLOAT_MAX)
         return clear and (self.threshold is None or abs(r) > F(self.threshold))
+
+    def _best(self):
+        """The share `density` with the largest size times certainty, of equal ones the first."""
+        scores = {}
+        for leaf in range(len(self.r)):
+            for i, (r, v) in enumerate(zip(self.r[leaf], self.v[leaf], strict=True)):
+                certainty = F(1) if self._clear(r, v) else abs(r) / max(np.sqrt(F(self.alpha * v)), TINY)
+                scores[leaf, i] = F(abs(r) * min(certainty, F(1)))
+        k = max(1, math.floor(self.density * len(scores)))
+        entries = list(scores)
+        return [entries[at] for at in sorted(largest(list(scores.values()), k))]
 
     def _tops(self, passed):
         """floor(log2) of the largest passed magnitude of each leaf."""
@@ -140,15 +156,16 @@ def variance(
         return gcjax.variance_compress(alpha, **settings)
 
     def make_oracle(workers, sizes):
-        return VarianceOracle(workers, sizes, capacity, transport, alpha=alpha, decay=0.5, **options)
+        return VarianceOracle(workers, sizes, slots, transport, alpha=alpha, decay=0.5, **options)
 
+    slots = capacity or (max(1, math.floor(options["density"] * sum(SIZES))),)
     return Row(
         f"variance-{name}",
         "variance_compress",
         make,
         make_oracle if has_oracle else None,
         conserves=conserves,
-        ladder=capacity,
+        ladder=tuple(math.ceil(rung / 32) * 32 for rung in slots),
         transport=transport,
         joins=joins,
         uses_squares=True,
@@ -164,6 +181,8 @@ ROWS = [
     variance("float16-feedback", values="float16", feedback=True, conserves=True),
     variance("levels", values="levels", key=7, has_oracle=False),
     variance("hybrid", threshold=0.5, conserves=True, joins=True),
+    variance("density", density=0.15, feedback=True, capacity=None, conserves=True),
+    variance("owners-density", density=0.15, feedback=True, capacity=None, transport="reduce_scatter", conserves=True),
     variance("overflow", capacity=(64,), values="float32", conserves=True),
     variance("paper-overflow", capacity=(64,)),
     variance("owners", transport="reduce_scatter", feedback=True, conserves=True),
