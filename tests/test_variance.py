@@ -279,8 +279,10 @@ def test_nothing_is_lost_while_the_threshold_changes_and_a_step_is_skipped(metho
 
 def test_with_a_density_a_large_but_uncertain_entry_comes_after_a_certain_one_and_before_a_tiny_one():
     tx = gcjax.variance_compress(alpha=1.0, density=0.25, feedback=True)
-    g = jnp.array([3.0, 2.0, 1e-20, 1.0])  # size times certainty: 3 * 3 / 10, 2 * 1, 1e-20 * 1, 1 * 1
-    squares = jnp.array([100.0, 1e-3, 0.0, 1e-3])
+    g = jnp.array(
+        [3e-4, 2e-4, 1e-20, 1e-4]
+    )  # in units of 1e-4, size times certainty: 3 * 3 / 10, 2 * 1, 1e-20 * 1, 1 * 1
+    squares = jnp.array([1e-6, 1e-11, 0.0, 1e-11])
     state, sent = tx.init(g), []
     for _ in range(4):
         updates, state = tx.update(g, state, sum_grad_squared=squares)
