@@ -26,6 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import sklearn
+from common.options import Parser, above_zero
 from matplotlib.ticker import StrMethodFormatter
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -186,27 +187,6 @@ def plot(runs, parameters, args, path: Path) -> None:
         panel.grid(which="major", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def above_zero(number):
-    """A parser of finite numbers above zero, `number` being int or float."""
-
-    def parse(text):
-        try:
-            value = number(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            kind = "a whole number" if number is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
-        return value
-
-    return parse
 
 
 def parse_options():

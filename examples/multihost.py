@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common.options import Parser, Problem, above_zero
 from jax.experimental import multihost_utils
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -47,10 +48,6 @@ METHODS = {
 }
 NAME = "multihost.py: "
 RUNTIME = re.compile(r"[WEF]\d{4} .*(coordination_service|preemption_sync|client\.h|add_port)")  # the runtime's own log
-
-
-class Problem(Exception):
-    """Something that the user can mend, in one paragraph."""
 
 
 # Training. Nothing here but `own`, the batches and the last lines knows of processes.
@@ -350,27 +347,6 @@ def end_with_parent() -> None:
     """The pipe from the parent closes when it dies, however it dies."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def above_zero(number):
-    """A parser of finite numbers above zero, `number` being int or float."""
-
-    def parse(text):
-        try:
-            value = number(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            kind = "a whole number" if number is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
-        return value
-
-    return parse
 
 
 def address(text: str) -> str:

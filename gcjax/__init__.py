@@ -1,5 +1,6 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
+from gcjax import gossip
 from gcjax._agree import check_agreement
 from gcjax._costs import Cost, Method, measure_costs
 from gcjax._delay import DelayState, delay
@@ -64,6 +65,7 @@ __all__ = [
     "ef_sign_compress",
     "explain_moments",
     "gaussian_k_compress",
+    "gossip",
     "info",
     "init_sharded",
     "local_gradients",

@@ -54,6 +54,15 @@ def dense_mean(tree_leaf, axis_names: tuple[str, ...]):
     return lax.pmean(tree_leaf, axis_names)
 
 
+def send(x, destinations, axis_names: tuple[str, ...]):
+    """What the worker sent that has this one as its destination; zeros where none has.
+
+    destinations: static, one worker's number for each; its own number for a worker that sends nothing.
+    """
+    pairs = [(worker, int(to)) for worker, to in enumerate(destinations) if to != worker]
+    return lax.ppermute(x, axis_names, pairs)
+
+
 def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:
     """The whole of what the `PartitionSpec`s, a prefix of the tree, shard over those of the axes that they name."""
 

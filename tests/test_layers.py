@@ -21,7 +21,7 @@ LAYERS = [
     {"_agree", "_delay", "_info", "_place", "methods"},
     {"_train", "_imitate"},
     {"_costs", "_network"},
-    {"_plan"},
+    {"_plan", "gossip"},
     {"__init__"},
     {"flax", "__main__"},  # helpers for Flax models, imported by users only; the command line
 ]

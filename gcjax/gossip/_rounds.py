@@ -1,0 +1,185 @@
+"""Rounds of exchanges on a graph: edges in disjoint rounds, matchings of pairs. NumPy; only draws are JAX."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gcjax._types import Array
+from gcjax.gossip._graphs import Graph, adjacency, edges, reachable, shifts, sides, symmetric
+
+MOST_MATCHINGS = 64  # each is a branch of the compiled program
+
+
+def rounds(graph: Graph, n: int) -> np.ndarray:
+    """int32[k, n]: in round r node i sends to [r, i] (to nobody where that is i); every edge is in exactly one round.
+
+    Nobody receives from two in a round. In an undirected graph each round is a matching, so an involution.
+    """
+    linked = adjacency(graph, n)
+    everyone = np.arange(n, dtype=np.int32)
+    if isinstance(graph, str) and graph == "exponential":
+        return np.array([(everyone + shift) % n for shift in shifts(n)], np.int32).reshape(-1, n)
+    if linked.sum() == n * (n - 1):
+        return _tournament(n)
+    if not isinstance(graph, str):
+        return _coloured(linked)
+    if graph == "hypercube":
+        return np.array([everyone ^ (1 << b) for b in range(n.bit_length() - 1)], np.int32)
+    rows, columns = sides(n) if graph == "torus" else (1, n)
+    row, column = np.divmod(everyone, columns)
+    down = [partner[row] * columns + column for partner in _cycle_rounds(rows)]
+    return np.array([*down, *(row * columns + partner[column] for partner in _cycle_rounds(columns))], np.int32)
+
+
+def matchings(graph: Graph, n: int) -> np.ndarray:
+    """int32[k, n]: matchings `partner` (an involution; partner[i] == i sits out) of an undirected graph.
+
+    Drawing one of them with equal chances is what an SPMD program can do, because a permutation of devices must be
+    known when it is compiled. None can be given a further edge, together they connect the graph, and k is at most 64.
+    For the complete graph they are a round robin tournament (64 of its rounds for more workers), for an even ring its
+    two halves, and so on; where one must sit out it is not always the same.
+
+    Averaging over a random matching is a projection W, so the expected fall of the distance from the mean, 1 - E[W'W] =
+    1 - E[W], depends only on how often each edge is drawn: a tournament's rounds do as well as all perfect matchings.
+
+    Raises ValueError for a directed graph.
+    """
+    linked = adjacency(graph, n)
+    if not symmetric(linked):
+        raise ValueError(f"pairs of workers average both ways: the graph must be undirected, got {graph!r}")
+    if n == 1:
+        return np.zeros((1, 1), np.int32)
+    is_ring = isinstance(graph, str) and (graph == "ring" or (graph == "torus" and sides(n)[0] == 1))
+    if is_ring and n % 2 and n <= MOST_MATCHINGS:
+        step = np.arange(n)
+        partner = np.where(step == 0, 0, np.where(step % 2, step + 1, step - 1))  # 0 sits out
+        return np.array([(np.roll(partner, by) + by) % n for by in range(n)], np.int32)
+    family = rounds(graph, n)
+    if not all(_is_maximal(linked, partner) for partner in family):
+        return _balanced(linked)
+    seed = 0
+    while len(family) > MOST_MATCHINGS:
+        chosen = np.random.default_rng(seed).choice(len(family), MOST_MATCHINGS, replace=False)
+        if _connects(family[chosen]):
+            family = family[chosen]
+        seed += 1
+    return family
+
+
+def random_matching(graph: Graph, n: int) -> Callable[[Array], Array]:
+    """A function from a random key to a random matching, int32[n] as in `matchings`, that can be traced.
+
+    On the complete graph every matching that leaves out at most one is equally likely. On others edges are taken in
+    random order, each whose nodes are still free.
+
+    Raises ValueError for a directed graph.
+    """
+    everyone = jnp.arange(n, dtype=jnp.int32)
+    linked = adjacency(graph, n)
+    if not symmetric(linked):
+        raise ValueError(f"pairs of workers average both ways: the graph must be undirected, got {graph!r}")
+    if linked.sum() == n * (n - 1):
+
+        def pair(key):
+            order = jax.random.permutation(key, everyone)
+            first, second = order[: n // 2], order[n // 2 : n // 2 * 2]
+            return everyone.at[first].set(second).at[second].set(first)
+
+        return pair
+    ends = jnp.asarray(edges(graph, n))
+
+    def take(key):
+        rank = jax.random.permutation(key, len(ends)).astype(jnp.int32)
+
+        def some_free(carry):
+            return jnp.any(carry[1])
+
+        def take_first(carry):
+            """All at once the edges that come before every free edge they touch."""
+            partner, free = carry
+            order = jnp.where(free, rank, len(ends))
+            first = jnp.full(n, len(ends), jnp.int32).at[ends].min(order[:, None])
+            taken = free & (order == first[ends[:, 0]]) & (order == first[ends[:, 1]])
+            to = jnp.where(taken[:, None], ends, n)  # n is out of range: dropped
+            partner = partner.at[to[:, 0]].set(ends[:, 1], mode="drop").at[to[:, 1]].set(ends[:, 0], mode="drop")
+            alone = partner == everyone
+            return partner, alone[ends[:, 0]] & alone[ends[:, 1]]
+
+        return lax.while_loop(some_free, take_first, (everyone, jnp.ones(len(ends), bool)))[0]
+
+    return take
+
+
+def _tournament(n: int) -> np.ndarray:
+    """Everybody meets everybody: n - 1 rounds, or n in which one sits out. The last stands, the others turn."""
+    turning = n - 1 + n % 2
+    table = np.tile(np.arange(n, dtype=np.int32), (turning if n > 1 else 0, 1))
+    for r, partner in enumerate(table):
+        for k in range(1, turning // 2 + 1):
+            a, b = (r + k) % turning, (r - k) % turning
+            partner[a], partner[b] = b, a
+        if n % 2 == 0:
+            partner[r], partner[n - 1] = n - 1, r
+    return table
+
+
+def _cycle_rounds(n: int) -> np.ndarray:
+    """The edges of a ring in two matchings, or three where n is odd; one edge for two nodes."""
+    if n <= 2:
+        return np.arange(n, dtype=np.int32)[None, ::-1] if n == 2 else np.zeros((0, 1), np.int32)
+    table = np.tile(np.arange(n, dtype=np.int32), (2 + n % 2, 1))
+    for i in range(n):
+        r, j = (2 if n % 2 and i == n - 1 else i % 2), (i + 1) % n
+        table[r, i], table[r, j] = j, i
+    return table
+
+
+def _coloured(linked: np.ndarray) -> np.ndarray:
+    """Every edge to the first round in which both of its ends are free."""
+    n = len(linked)
+    undirected = symmetric(linked)
+    table: list[np.ndarray] = []
+    for i, j in np.argwhere(np.triu(linked) if undirected else linked):
+        for to in table:
+            if to[i] == i and not np.any(to[np.arange(n) != j] == j) and (to[j] == j or not undirected):
+                break
+        else:
+            to = np.arange(n, dtype=np.int32)
+            table.append(to)
+        to[i] = j
+        if undirected:
+            to[j] = i
+    return np.array(table, np.int32).reshape(-1, n)
+
+
+def _is_maximal(linked: np.ndarray, partner: np.ndarray) -> bool:
+    alone = partner == np.arange(len(partner))
+    return not linked[np.ix_(alone, alone)].any()
+
+
+def _balanced(linked: np.ndarray) -> np.ndarray:
+    """Maximal matchings that prefer nodes which sat out and edges which were seldom taken."""
+    n, rng, ends = len(linked), np.random.default_rng(0), np.argwhere(np.triu(linked))
+    used, sat_out = np.zeros(len(ends)), np.zeros(n)
+    family: list[np.ndarray] = []
+    least = min(2 * linked.sum(1).max(), MOST_MATCHINGS)
+    while len(family) < least or not _connects(np.array(family)):
+        partner = np.arange(n, dtype=np.int32)
+        for e in np.argsort(used - sat_out[ends].sum(1) + rng.random(len(ends))):
+            i, j = ends[e]
+            if partner[i] == i and partner[j] == j:
+                partner[i], partner[j] = j, i
+                used[e] += 1
+        sat_out += partner == np.arange(n)
+        family.append(partner)
+    return np.array(family)
+
+
+def _connects(family: np.ndarray) -> bool:
+    linked = np.zeros((family.shape[1],) * 2, bool)
+    for partner in family:
+        linked[np.arange(len(partner)), partner] = True
+    return bool(reachable(linked).all())

@@ -1,0 +1,178 @@
+"""The MPI example: real processes, one slow, one killed; and the memory that they share, hammered."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mpi4py")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+pytestmark = pytest.mark.full
+ROOT = Path(__file__).parents[1]
+LIMIT = 240  # seconds; nothing may hang for ever
+
+# Three processes. The first owns a copy of 2**18 entries, always all equal; 1 and 2 add to it, 2 and 0 read it.
+HAMMER = """
+import sys, time, types
+import mpi4py
+mpi4py.rc.finalize = False
+from mpi4py import MPI
+import numpy as np
+sys.path.insert(0, {examples!r})
+import swarm_mpi
+how, comm = {how!r}, MPI.COMM_WORLD
+size = 1 << 18
+board = swarm_mpi.Board(comm, np.zeros(size, np.float32))
+if how == "unread":    # planted: a reader that does not look at the sequence number
+    board.read = lambda rank: board._get(rank, swarm_mpi.HEADER, np.empty(size, np.float32))
+if how == "unlocked":  # planted: a writer that does not take it
+    board._swap = lambda rank, old, new: True
+comm.Barrier()
+reads = torn = added = 0
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    if comm.rank:
+        added += board.add(0, np.ones(size, np.float32))
+    if comm.rank != 1 and (copy := board.read(0)) is not None:
+        reads += 1
+        torn += bool(np.ptp(copy))
+totals = comm.allreduce(np.array([reads, torn, added]))
+comm.Barrier()
+if comm.rank == 0:
+    print("HAMMERED", *totals, board._get(0, swarm_mpi.HEADER, np.empty(size, np.float32)).max())
+board.close()
+MPI.Finalize()
+"""
+
+# Process 1 never ends its write to the copy of 0.
+ORPHANED = """
+import sys, time
+import mpi4py
+mpi4py.rc.finalize = False
+from mpi4py import MPI
+import numpy as np
+sys.path.insert(0, {examples!r})
+import swarm_mpi
+comm = MPI.COMM_WORLD
+board = swarm_mpi.Board(comm, np.full(1000, 7, np.float32))
+comm.Barrier()
+if comm.rank == 1:
+    assert board._swap(0, 0, 1)
+    board._put(0, swarm_mpi.HEADER, np.full(500, 9, np.float32))
+time.sleep(2)
+busy = board.read(0) is None and not board.add(0, np.ones(1000, np.float32))
+if comm.rank == 0:
+    copy = board.add_to_own(np.ones(1000, np.float32), np.full(1000, 3, np.float32), 0.5)
+    again = board.add(0, np.ones(1000, np.float32))
+    print("ORPHANED", busy, copy.min(), copy.max(), again, board.read(0)[0], flush=True)
+board.close()
+MPI.Finalize()
+"""
+
+
+def mpiexec(processes, program):
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    command = [launcher, "-n", str(processes), sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+
+
+def hammered(how):
+    """Reads, torn reads, additions, and what the copy then holds."""
+    done = mpiexec(3, HAMMER.format(examples=str(ROOT / "examples"), how=how))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("HAMMERED"))
+    return [float(word) for word in line.split()[1:]]
+
+
+def example(tmp_path, *options):
+    """Exit status, record and output of a run of three nodes, throttled: the cores must not be the limit."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""}
+    command = [
+        sys.executable,
+        ROOT / "examples" / "swarm_mpi.py",
+        "--out",
+        tmp_path,
+        "--nodes=3",
+        "--pace=15",
+        *options,
+    ]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    result = tmp_path / "swarm_mpi.json"
+    return done.returncode, json.loads(result.read_text()) if result.exists() else None, done.stdout + done.stderr
+
+
+def rates(record):
+    return {own["rank"]: own["steps_per_second"] for own in record["results"]}
+
+
+def test_no_read_is_torn_and_no_addition_lost():
+    reads, torn, added, held = hammered("as it is")
+    assert reads > 50
+    assert added > 50
+    assert torn == 0
+    assert held == added
+
+
+def test_the_hammer_finds_a_reader_that_ignores_the_sequence_number():
+    _, torn, _, _ = hammered("unread")
+    assert torn > 0
+
+
+def test_the_hammer_finds_a_writer_that_does_not_take_the_sequence_number():
+    _, torn, added, held = hammered("unlocked")
+    assert held < added or torn > 0
+
+
+def test_a_copy_whose_writer_never_ends_is_skipped_until_its_owner_replaces_it():
+    done = mpiexec(2, ORPHANED.format(examples=str(ROOT / "examples")))
+    assert "ORPHANED True 4.0 4.0 True 5.0" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_slow_node_does_not_slow_the_others(tmp_path):
+    status, even, output = example(tmp_path, "--seconds=8")
+    assert status == 0, output
+    status, slowed, output = example(tmp_path, "--seconds=8", "--slow=2:5")
+    assert status == 0, output
+    before, after = rates(even), rates(slowed)
+    assert after[2] < 0.3 * before[2]
+    assert min(after[0], after[1]) > 0.9 * max(before[0], before[1])
+    for record in (even, slowed):
+        assert record["mean_model_accuracy"] > 0.9
+        assert record["spread"] < 1
+        assert record["lost"] == []
+    assert min(own["exchanges"] for own in even["results"]) > 20
+    assert "The mean model:" in output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_node_does_not_stop_the_others(tmp_path, victim):
+    status, record, output = example(tmp_path, "--seconds=8", f"--kill={victim}:3", "--patience=2")
+    assert status == 0, output
+    assert record["lost"] == [victim]
+    assert sorted(rates(record)) == sorted({0, 1, 2} - {victim})
+    assert min(rates(record).values()) > 0.9 * 15
+    assert record["mean_model_accuracy"] > 0.9
+    assert f"lost: {victim}" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nodes=0",), "argument --nodes: must be a whole number above 0, got '0'"),
+        (("--slow=3:5",), "argument --slow: nodes are 0 to 2, got 3"),
+        (("--kill=1",), "must be NODE:NUMBER, such as 3:5, got '1'"),
+        (("--hostfile=nowhere",), "no such file: 'nowhere'"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, options, message):
+    status, record, output = example(tmp_path, *options)
+    assert status == 2
+    assert record is None
+    assert message in output
