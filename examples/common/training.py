@@ -95,16 +95,13 @@ def batchnorm(args):
     return sync_batchnorm(SAMPLE)
 
 
-def train(task: Task, args, transform=None) -> dict[str, Any]:
-    """Train, and write steps.csv, epochs.csv, result.json and curves.png into `args.out`; the result.
-
-    transform: in place of the one that `args.method` names.
-    """
+def train(task: Task, args) -> dict[str, Any]:
+    """Train, and write steps.csv, epochs.csv, result.json and curves.png into `args.out`; the result."""
     mesh, speaks = use_devices(args.workers), jax.process_index() == 0
     total = args.epochs * task.steps
     rate = learning_rate(args.schedule, args.learning_rate, total, args.epochs, args.warmup_epochs)
     optimiser = make_optimiser(args.optimiser, rate, args.momentum, args.weight_decay)
-    tx = optax.chain(transform or make_compressor(args.method, "data"), optimiser)
+    tx = optax.chain(make_compressor(args.method, "data"), optimiser)
     # Optimising the drawing of every parameter would take a third of the time to compile all there is.
     init = jax.jit(task.init, compiler_options={"xla_backend_optimization_level": 0})
     params, model_state = init(jax.random.key(args.seed))

@@ -1,0 +1,127 @@
+"""Validation loss against bytes for a character-level transformer: dense, variance-based and top-k exchange, with Adam.
+
+Each run is one call of examples/char_lm.py, one after the other. What has finished is kept in the result file, so that
+the table goes on where it stopped. Times are CPU seconds of the whole run, compiling and validation included.
+
+    python bench/char_lm.py --text FILE                            # all rows, 2 to 3 minutes of one core each
+    python bench/char_lm.py --text FILE --rows dense "variance 1"
+    python bench/char_lm.py --report                               # table again, from the result file
+"""
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from _machine import RESULTS, ROOT, Parser, provenance
+from tqdm import tqdm
+
+COMMON = "--epochs 2"
+ROWS = {
+    "dense": "dense",
+    "variance 0.5": "variance(alpha=0.5)",
+    "variance 1": "variance(alpha=1)",
+    "variance 1.5": "variance(alpha=1.5)",
+    "variance 2": "variance(alpha=2)",
+    "top-k 0.01": "top_k(density=0.01)",
+    "variance 1, wide": "variance(alpha=1, capacity=(7371, 14742, 29484, 58968, 117936, 235872))",
+    "qsgd 4 bits": "qsgd(bits=4, bucket_size=512)",
+}
+KEPT = ("settings", "parameters", "steps", "epochs", "compression_ratio", "wire_ratio", "ms_per_step", "cpu_seconds")
+POINTS = 20  # of the training curve
+
+
+def run(row: str, args) -> dict:
+    """One training in a process of its own; its record."""
+    out = args.work / row.replace(" ", "_")
+    options = f"--method {shlex.quote(ROWS[row])} {COMMON}"
+    resume = ["--resume"] if (out / "epochs.csv").is_file() else []
+    command = [sys.executable, str(ROOT / "examples" / "char_lm.py"), *shlex.split(options), *resume]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command += ["--text", str(args.text), "--out", str(out)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"char_lm.py: {shlex.join(command)} failed:\n{done.stderr}")
+    result = json.loads((out / "result.json").read_text())
+    record = {"row": row, "command": options} | {name: result[name] for name in KEPT}
+    record["settings"] = {name: x for name, x in record["settings"].items() if name not in ("text", "out", "resume")}
+    return record | {"curve": curve(out / "steps.csv"), "sample": (out / "sample.txt").read_text("utf-8")}
+
+
+def curve(path: Path) -> list[dict]:
+    """Mean training loss, compression ratio and megabytes sent so far, for equal parts of the run."""
+    with open(path, newline="") as file:
+        steps = list(csv.DictReader(file))
+    sent = np.cumsum([float(step["wire_bytes"]) for step in steps]) / 1e6
+    points = []
+    for part in np.array_split(np.arange(len(steps)), POINTS):
+        loss = np.mean([float(steps[i]["loss"]) for i in part])
+        ratio = 1 / np.mean([1 / float(steps[i]["compression_ratio"]) for i in part])
+        points.append(
+            {"step": int(part[-1]) + 1, "loss": loss, "compression_ratio": ratio, "megabytes": sent[part[-1]]}
+        )
+    return points
+
+
+def table(store: dict) -> str:
+    """Markdown."""
+    head = "| row | method | validation loss | to dense % | compression ratio | in the last twentieth | wire ratio | "
+    lines = [head + "MB sent per worker | ms a step | CPU s |", "|---" * 10 + "|"]
+    records = {record["row"]: record for record in store["runs"]}
+    dense = records["dense"]["epochs"][-1]["validation_loss"] if "dense" in records else None
+    for record in (records[row] for row in ROWS if row in records):
+        last = record["epochs"][-1]
+        cells = [
+            record["row"],
+            f"`{ROWS[record['row']]}`",
+            f"{last['validation_loss']:.4f}",
+            "" if dense is None else f"{100 * (last['validation_loss'] / dense - 1):+.2f}",
+            f"{record['compression_ratio']:.1f}",
+            f"{record['curve'][-1]['compression_ratio']:.1f}",
+            f"{record['wire_ratio']:.1f}",
+            f"{last['wire_bytes'] / 1e6:.1f}",
+            f"{record['ms_per_step']:.0f}",
+            f"{record['cpu_seconds']:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_options():
+    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="file to learn from, as for examples/char_lm.py")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="some of the rows")
+    parser.add_argument("--work", type=Path, default=Path("runs/char_lm"), help="folder for curves and checkpoints")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for char_lm.json and char_lm.md")
+    parser.add_argument("--report", action="store_true", help="no runs: the table from the result file")
+    args = parser.parse_args()
+    if args.text is None and not args.report:
+        parser.error("--text: give a text file")
+    return args
+
+
+def main():
+    args = parse_options()
+    path = args.out / "char_lm.json"
+    if path.is_file():
+        store = json.loads(path.read_text())
+    else:
+        store = provenance(("jax", "jaxlib", "optax", "flax", "numpy")) | {"runs": []}
+    have = {record["row"] for record in store["runs"]}
+    if not args.report:
+        for row in tqdm([row for row in args.rows if row not in have], unit="run"):
+            store["runs"].append(run(row, args))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(store, indent=1))
+    text = table(store)
+    path.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
