@@ -29,8 +29,8 @@ ROWS = {
     "variance 1.5": "variance(alpha=1.5)",
     "variance 2": "variance(alpha=2)",
     "top-k 0.01": "top_k(density=0.01)",
-    "variance 1, wide": "variance(alpha=1, capacity=(7371, 14742, 29484, 58968, 117936, 235872))",
-    "qsgd 4 bits": "qsgd(bits=4, bucket_size=512)",
+    "density 0.02": "variance(density=0.02, feedback=True)",
+    "density 0.1": "variance(density=0.1, feedback=True)",
 }
 KEPT = ("settings", "parameters", "steps", "epochs", "compression_ratio", "wire_ratio", "ms_per_step", "cpu_seconds")
 POINTS = 20  # of the training curve
