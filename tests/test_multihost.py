@@ -89,7 +89,7 @@ def test_two_processes_end_with_the_parameters_of_one_process_with_two_devices(s
     assert digest(out) == digest(out_alone)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_process_makes_the_other_stop_and_say_so(victim, start, port):
     command = ("--method=dense", "--steps=1000000")
     processes = [start(*member(port, i, 2, *command, *["--child"] * (i == victim))) for i in (0, 1)]
@@ -124,6 +124,7 @@ def test_different_options_are_caught_on_both_processes_before_the_first_step(st
         assert "loss=" not in out
 
 
+@pytest.mark.full
 def test_different_numbers_of_devices_are_named_on_both_processes(start, port):
     processes = [start(*member(port, i, 2, f"--devices-per-process={1 + i}")) for i in (0, 1)]
     for process in processes:
@@ -132,6 +133,7 @@ def test_different_numbers_of_devices_are_named_on_both_processes(start, port):
         assert errors.startswith("multihost.py: the processes do not agree: they have [1, 2] devices")
 
 
+@pytest.mark.full
 def test_a_process_without_its_coordinator_says_where_it_looked(start, port):
     status, out, errors = finish(start(*member(port, 1, 2, "--wait=1")))
     assert status == 1
@@ -140,6 +142,7 @@ def test_a_process_without_its_coordinator_says_where_it_looked(start, port):
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 def test_a_process_that_never_starts_is_missed(start, port):
     status, _, errors = finish(start(*member(port, 0, 2, "--wait=1")))
     assert status == 1

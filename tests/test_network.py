@@ -90,6 +90,7 @@ def wait_until_it_measures(process):
         shown += character
 
 
+@pytest.mark.full
 def test_the_quick_run_counts_the_bytes_that_are_reported_and_leaves_nothing_behind(start, tmp_path):
     process = start("--quick", "--out", tmp_path)
     out, errors = process.communicate(timeout=LIMIT)

@@ -32,7 +32,7 @@ def run(workers, transport):
     return [runner.step(gradients(workers))["a"] for _ in range(2)]
 
 
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.full), 8])
 def test_with_room_for_all_sums_both_transports_give_the_same_bits(workers):
     by_gather = run(workers, "all_gather")
     assert by_gather[0].any()
