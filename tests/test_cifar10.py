@@ -156,13 +156,26 @@ def test_every_method_can_be_chosen_by_a_text():
         ("top_k(density=", "must be like"),
         ("__import__('os')", "must be like"),
         ("top_k(density=__import__('os'))", "must be like"),
-        ("top_k(density=2)", "density"),
-        ("variance(alfa=2)", "alfa"),
+        ("variance(alfa=2)", "no option 'alfa'; it has alpha,"),
+        ("variance(axis_name='x')", "no option 'axis_name'"),
     ],
 )
 def test_a_method_that_cannot_be_made_is_named(text, said):
     with pytest.raises(argparse.ArgumentTypeError, match=said):
         options.method(text)
+
+
+@pytest.mark.parametrize("text", ["top_k(density=2)", "top_k", "qsgd(bits=2, key='x')"])
+def test_a_method_with_options_out_of_range_is_named(text):
+    with pytest.raises(Problem, match=f"--method {text.split('(')[0]}: "):
+        options.make_compressor(options.method(text), axis_name=None)
+
+
+def test_parsing_a_method_touches_no_device():
+    # Otherwise the number of virtual devices could not be set any more.
+    code = "import jax; from common.options import method; method('qsgd'); jax.config.update('jax_num_cpu_devices', 3)"
+    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
 @pytest.mark.parametrize(("step", "rate"), [(0, 1.0), (24, 1.0), (25, 0.5), (49, 0.5), (299, 2.0**-11)])

@@ -58,23 +58,32 @@ def method(text: str):
         raise argparse.ArgumentTypeError(f"must be like 'top_k(density=0.01)', got {text!r}") from None
     if name not in methods():
         raise argparse.ArgumentTypeError(f"gcjax has no method {name!r}; it has {', '.join(methods())}")
-    try:
-        make_compressor((name, options), axis_name=None)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    known = set(inspect.signature(_factory(name)).parameters) - {"axis_name", "inner_axis_name"}
+    if unknown := set(options) - known:
+        raise argparse.ArgumentTypeError(f"{name} has no option {min(unknown)!r}; it has {', '.join(sorted(known))}")
     return name, options
 
 
 def make_compressor(chosen, axis_name):
-    """The transform. A method that draws random numbers gets `key=0` unless it is given another whole number."""
+    """The transform. A method that draws random numbers gets `key=0` unless it is given another whole number.
+
+    Not while options are parsed: a key needs a device, and how many there are is not yet settled then.
+    """
     name, options = chosen
-    make = getattr(gcjax, f"{name}_compress")
+    make = _factory(name)
     needs_key = inspect.signature(make).parameters.get("key")
     if needs_key is not None and needs_key.default is inspect.Parameter.empty:
         options = {"key": 0, **options}
     if isinstance(options.get("key"), int):
         options = {**options, "key": jax.random.key(options["key"])}
-    return make(**options, axis_name=axis_name)
+    try:
+        return make(**options, axis_name=axis_name)
+    except (TypeError, ValueError) as error:
+        raise Problem(f"--method {name}: {error}") from None
+
+
+def _factory(name: str):
+    return getattr(gcjax, f"{name}_compress")
 
 
 def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_epochs: float = 0.0):
