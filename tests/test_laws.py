@@ -268,7 +268,7 @@ EDGES = {
 }
 
 
-@EVERY_METHOD
+@EVERY_KIND
 @pytest.mark.parametrize("edge", EDGES)
 def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     g = {name: jnp.asarray(x) for name, x in EDGES[edge].items()}

@@ -47,10 +47,10 @@ def local_sgd(
     nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Nothing moves in the updates between.
 
     Args:
-      local_steps: updates from one exchange to the next, the last of them included. outer: optax transform over the
-      outer gradient; None is `optax.sgd(1.0)`. compressor: a transform of gcjax over the same axis, such as
-      `gcjax.top_k_compress(0.01, axis_name="data")`, in the
-        place of the dense mean; None for that.
+      local_steps: updates from one exchange to the next, the last of them included.
+      outer: optax transform over the outer gradient; None is `optax.sgd(1.0)`.
+      compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, in
+        the place of the dense mean; None for that.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:

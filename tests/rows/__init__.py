@@ -28,7 +28,8 @@ RARE = {
     *("variance-drop", "variance-float16", "variance-float16-feedback", "variance-paper-overflow"),
     *("variance-owners-paper-overflow", "variance-owners-float16", "variance-owners-levels"),
     *("variance-hybrid-overflow", "variance-levels", "variance-float32", "dense-float16", "dgc-nesterov-warm-up"),
-    *("drive-3-feedback", "random_k-blocks"),
+    *("drive-3-feedback", "random_k-blocks", "variance-owners-density", "variance-owners-hybrid-overflow"),
+    *("dgc-owners", "dryden-owners", "strom-owners"),
 }
 
 
