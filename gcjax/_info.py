@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from gcjax._bits import TINY
 from gcjax._transform import CompressState
@@ -102,12 +103,20 @@ def _residual_norms(state: CompressState) -> np.ndarray:
     workers = sum(part.size for part in _parts(state.report.value.skipped))
 
     def norms(bucket):
-        leaves, treedef = jax.tree.flatten(bucket)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(_with_automatic_axes, bucket))
         parts = [treedef.unflatten(part) for part in zip(*map(_parts, leaves), strict=True)] or [bucket]
         return np.concatenate([_bucket_norms(part, workers // len(parts)) for part in parts])
 
     buckets = [norms(bucket) for bucket in state.buckets.value]
     return np.linalg.norm(np.asarray(buckets, np.float64).reshape(-1, workers), axis=0)
+
+
+def _with_automatic_axes(x):
+    """The same array where its mesh has explicit axes: outside of that mesh not every function takes such arrays."""
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+        return x
+    mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
+    return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
+from rows import methods
 from wire import collectives
 
 import gcjax
@@ -96,6 +97,22 @@ def test_meshes_with_explicit_and_automatic_axes_both_work(explicit):
         state, metrics = step(state, batch_of(16, i))
     assert metrics.loss.shape == (8,)
     assert int(state.step) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.public, marks=[] if row.public == "power_sgd_compress" else pytest.mark.full)
+        for row in {row.public: row for row in methods()}.values()
+    ],
+)
+def test_info_reads_the_state_of_a_mesh_with_explicit_axes(row):
+    found = []
+    for mesh in (jax.make_mesh((8,), ("data",)), mesh_of(8)):
+        step = gcjax.make_train_step(loss_fn, optax.chain(row.make("data"), optax.sgd(1e-2)), mesh)
+        state, _ = step(step.init(PARAMS), batch_of(16))
+        found.append(gcjax.info(state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_training_converges_and_the_argument_params_stay_valid():
