@@ -24,7 +24,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from _machine import RESULTS, ROOT, Parser, provenance
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from tqdm import tqdm
 
 BOTH, SGD = ("adam", "sgd"), ("sgd",)
@@ -70,6 +70,7 @@ SIZES = {
         "sgd": "--learning-rate 0.05",
     },
 }
+RANGE = 30  # points below the best that the plot shows
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 
 
@@ -203,30 +204,30 @@ def median(records, of):
 
 
 def plot(store: dict, path: Path) -> None:
-    """Accuracy at the end against the bytes that a worker has sent, a panel for each optimiser."""
+    """Accuracy after each epoch against the bytes that a worker has sent till then, a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
-    figure, panels = plt.subplots(1, 2, figsize=(13, 6), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
     families = list(dict.fromkeys(name.split()[0] for name in ROWS))
+    best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
     for panel, optimiser in zip(panels, BOTH, strict=True):
-        best = 0.0
         for name, records in grouped(store["runs"], optimiser).items():
-            ended = [record for record in records if "epochs" in record]
-            if not ended:
+            curves = [record["epochs"] for record in records if "epochs" in record]
+            if not curves:
                 continue
-            x, y = median(ended, megabytes), median(ended, accuracy)
+            x = [statistics.median(row["wire_bytes"] / 1e6 for row in rows) for rows in zip(*curves, strict=True)]
+            y = [statistics.median(100 * row["accuracy"] for row in rows) for rows in zip(*curves, strict=True)]
             number = families.index(name.split()[0])
-            colour = COLOURS[number % len(COLOURS)]
-            low, high = min(map(accuracy, ended)), max(map(accuracy, ended))
-            panel.errorbar(x, y, [[y - low], [high - y]], fmt="osD"[number // len(COLOURS) % 3], color=colour)
-            panel.annotate(name, (x, y), (4, 4), textcoords="offset points", fontsize=8, color=colour)
-            best = max(best, y)
-        panel.set(
-            xscale="log", xlabel="MB sent per worker in the whole run", title=optimiser, ylim=(best - 25, best + 2)
-        )
+            colour, marker = COLOURS[number % len(COLOURS)], "osD"[number // len(COLOURS) % 3]
+            panel.plot(x, y, lw=0.8, alpha=0.6, color=colour)
+            panel.plot(x[-1], y[-1], marker, color=colour)
+            if y[-1] > best - RANGE:
+                panel.annotate(name, (x[-1], y[-1]), (4, 4), textcoords="offset points", fontsize=8, color=colour)
+        panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(best - RANGE, best + 2))
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("test accuracy (%)")
+    panels[0].set_ylabel("test accuracy (%), after each epoch")
     figure.savefig(path, dpi=120)
 
 

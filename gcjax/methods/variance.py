@@ -122,7 +122,7 @@ def variance_compress(
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2. May be traced (`inject_hyperparams`).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
-      density: share of the entries to send, in (0, 1], or None for all that pass. Best with `feedback`.
+      density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
       values: how sent values travel: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
