@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common.options import Parser, Problem, above_zero, add_training
+from common.cli import Parser, Problem, above_zero
+from common.options import add_training
 from common.text import load_text, windows
 from common.training import Task, train
 

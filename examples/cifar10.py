@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import networks
+from common.cli import Parser, Problem, above_zero
 from common.folders import load_folder
 from common.images import CIFAR_MEAN, CIFAR_STD, flip_and_crop, load_cifar10, normalise
-from common.options import Parser, Problem, above_zero, add_training
+from common.options import add_training
 from common.training import Task, batchnorm, train
 
 

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import sklearn
-from common.options import Parser, above_zero
+from common.cli import Parser, above_zero
 from matplotlib.ticker import StrMethodFormatter
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

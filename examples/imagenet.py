@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import networks
+from common.cli import Parser, Problem, above_zero
 from common.folders import Decoders, Images, find_images
 from common.images import normalise
-from common.options import Parser, Problem, above_zero, add_training
+from common.options import add_training
 from common.training import Task, batchnorm, on_mesh, train
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

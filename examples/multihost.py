@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common.options import Parser, Problem, above_zero
+from common.cli import Parser, Problem, above_zero
 from jax.experimental import multihost_utils
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

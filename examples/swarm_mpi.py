@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from common.cli import Parser, above_zero
 
 SEQUENCE, STEPS, BEAT, STATE = range(4)  # int64 words at the head of a node's memory, followed by its copy, float32
 HEADER = 64  # bytes
@@ -347,27 +348,6 @@ def watch(args) -> int:
     if status < 0:  # killed
         time.sleep(args.seconds + 20 * args.patience)
     return abs(status)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def above_zero(number):
-    """A parser of finite numbers above zero, `number` being int or float."""
-
-    def parse(text):
-        try:
-            value = number(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            kind = "a whole number" if number is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
-        return value
-
-    return parse
 
 
 def of_rank(text: str) -> tuple[int, float]:

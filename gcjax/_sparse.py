@@ -27,7 +27,7 @@ def default_capacities(entries: int, workers: int) -> tuple[int, ...]:
     """Capacities in factors of two, up to where an all-gather of one-word entries moves as much as the dense mean.
 
     That is at 2 / workers of the entries. A lower end would save bytes in the first steps only, when much passes, and
-    what then has to wait costs accuracy far beyond them (bench/results/table-small.md).
+    what then has to wait costs accuracy far beyond them (README, "Does it train?").
     """
     shares = (share for share in SHARES if share >= min(workers / 2, ALWAYS))
     return tuple(sorted({_round_up(-(-entries // share)) for share in shares}))

@@ -21,7 +21,7 @@ pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 import char_lm  # noqa: E402
-from common.options import Problem  # noqa: E402
+from common.cli import Problem  # noqa: E402
 from common.text import load_text, windows  # noqa: E402
 
 SMALL = ["--context", "16", "--width", "16", "--layers", "1", "--heads", "2", "--workers", "2", "--batch", "8"]

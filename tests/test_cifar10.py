@@ -24,7 +24,7 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 images = pytest.importorskip("common.images")
 from common import options, training  # noqa: E402
-from common.options import Problem  # noqa: E402
+from common.cli import Problem  # noqa: E402
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (6, 16, 3072), np.uint8)

@@ -28,9 +28,9 @@ Image = pytest.importorskip("PIL.Image")
 import cifar10  # noqa: E402
 import imagenet  # noqa: E402
 from common import folders, options  # noqa: E402
+from common.cli import Problem  # noqa: E402
 from common.decode import decode  # noqa: E402
 from common.images import normalise  # noqa: E402
-from common.options import Problem  # noqa: E402
 from PIL.JpegImagePlugin import JpegImageFile  # noqa: E402
 
 RNG = np.random.default_rng(0)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.cli import Problem
 from common.decode import decode
-from common.options import Problem
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
 LAYOUT = "lay images out as train/CLASS/*.jpg and val/CLASS/*.jpg (png and webp do too, and test for val)"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common.options import Problem
+from common.cli import Problem
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 CIFAR_MEAN, CIFAR_STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)

@@ -1,4 +1,4 @@
-"""Command-line options: numbers with bounds, methods, optimisers."""
+"""Command-line options of training: methods, schedules, optimisers."""
 
 import argparse
 import ast
@@ -10,35 +10,9 @@ import jax.numpy as jnp
 import optax
 
 import gcjax
+from common.cli import Problem, above_zero, from_zero
 
 SCHEDULES = ("halve", "steps", "cosine", "constant")
-
-
-class Problem(Exception):
-    """Something that the user can mend, in one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def above_zero(number):
-    """A parser of finite numbers above zero, `number` being int or float."""
-
-    def parse(text):
-        try:
-            value = number(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            kind = "a whole number" if number is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
-        return value
-
-    return parse
 
 
 def methods() -> list[str]:
@@ -105,17 +79,6 @@ def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_ep
     return (lambda step: rate(step) * jnp.minimum((step + 1) / rising, 1)) if rising else rate
 
 
-def from_zero(text: str) -> float:
-    """A finite number, 0 or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or above, got {text!r}")
-    return value
-
-
 def make_optimiser(name: str, rate, momentum: float, weight_decay: float):
     """Adam, or SGD with momentum; weight decay is added to the averaged gradient, after compression."""
     decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
@@ -138,8 +101,10 @@ def add_training(parser, *, workers, batch, epochs, learning_rate, optimiser="ad
     parser.add_argument("--optimiser", choices=("adam", "sgd"), default=optimiser, help="what follows the method")
     text = "at the start; see --schedule"
     parser.add_argument("--learning-rate", type=real, default=learning_rate, help=text)
-    parser.add_argument("--momentum", type=float, default=0.9, help="of sgd; 0 for methods that have it inside")
-    parser.add_argument("--weight-decay", type=float, default=0.0, help="added to the averaged gradient, times this")
+    parser.add_argument("--momentum", type=from_zero, default=0.9, help="of sgd; 0 for methods that have it inside")
+    parser.add_argument(
+        "--weight-decay", type=from_zero, default=0.0, help="share of the parameters that joins the gradient"
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, default=schedule, help="of the learning rate")
     parser.add_argument("--warmup-epochs", type=from_zero, default=0.0, help="in which the learning rate rises from 0")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and augmentation")

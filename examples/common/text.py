@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.options import Problem
+from common.cli import Problem
 
 
 def load_text(path: Path, context: int):

@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 import gcjax
-from common.options import Problem, learning_rate, make_compressor, make_optimiser
+from common.cli import Problem
+from common.options import learning_rate, make_compressor, make_optimiser
 
 SAMPLE = "sample"  # the axis over which BatchNorm averages under value_and_moments
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")

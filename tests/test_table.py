@@ -1,0 +1,70 @@
+"""bench/table.py: the example takes every row's command, what has finished is not run again, the figures."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "examples")]
+
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("matplotlib")
+import cifar10  # noqa: E402
+import table  # noqa: E402
+from common.options import make_compressor  # noqa: E402
+
+
+def options(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
+    return table.parse_options()
+
+
+def record(row, seed, accuracy, **more):
+    epoch = {"accuracy": accuracy, "wire_bytes": 2e6, "payload_bits": 3200.0, "sent": 100.0}
+    figures = {"epochs": [epoch], "compression_ratio": 10.0 * (seed + 1), "wire_ratio": 2.5, "cpu_seconds": 60.0}
+    return {"row": row, "optimiser": "adam", "seed": seed} | figures | more
+
+
+@pytest.mark.parametrize("size", list(table.SIZES))
+def test_the_example_takes_every_rows_command_and_the_method_can_be_made(size, monkeypatch):
+    found = set()
+    for row, optimiser, seed in table.wanted(options(monkeypatch, "--list", "--seeds", "2")):
+        text = table.command(size, row, optimiser, seed)
+        args = cifar10.parse_options(["--data", "x", *shlex.split(text)])
+        make_compressor(args.method, axis_name=None)
+        assert (args.optimiser, args.seed) == (optimiser, seed)
+        found.add(text)
+    rows = sum(len(optimisers) for _, optimisers, _ in table.ROWS.values())
+    assert len(found) == 2 * rows, "two rows are the same run"
+
+
+def test_only_what_is_missing_is_run_and_each_run_is_kept_at_once(monkeypatch, tmp_path):
+    path, ran = tmp_path / "table.json", []
+
+    def run(job, args, cores):
+        ran.append((job, path.exists()))
+        return record("dense", job[2], 0.5)
+
+    monkeypatch.setattr(table, "run", run)
+    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
+    store = {"runs": [record("dense", 1, 0.5)]}
+    table.measure(args, store, path)
+    assert [job for job, _ in ran] == [("dense", "adam", 0), ("dense", "adam", 2)]
+    assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
+    assert path.exists()
+
+
+def test_the_table_has_medians_ranges_and_what_diverged():
+    lost = {"row": "variance 1", "optimiser": "adam", "seed": 1, "diverged": "the loss is nan"}
+    alone = {"row": "strom 0.1", "optimiser": "adam", "seed": 0, "diverged": "the loss is nan"}
+    runs = [record("dense", s, a) for s, a in ((0, 0.6), (1, 0.64), (2, 0.61))] + [
+        record("variance 1", 0, 0.5),
+        lost,
+        alone,
+    ]
+    lines = table.table({"runs": runs}).splitlines()
+    assert "| dense | `dense` | 61.0 (60.0 to 64.0) | +0.0 | 20.0 | 2.5 | 32.0 | 2.0 | 60 | 3 |" in lines
+    assert "| variance 1 | `variance(alpha=1)` | 50.0 | -11.0 | 10.0 | 2.5 | 32.0 | 2.0 | 60 | 1, 1 diverged |" in lines
+    assert any(line.startswith("| strom 0.1 | `strom(threshold=0.1)` | diverged |") for line in lines)
