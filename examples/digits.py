@@ -27,9 +27,8 @@ import numpy as np
 import optax
 import sklearn
 from common.cli import Parser, above_zero
+from common.images import load_digits
 from matplotlib.ticker import StrMethodFormatter
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import gcjax
@@ -62,14 +61,6 @@ def accuracy(params, images, labels):
     return jnp.mean(jnp.argmax(Network().apply(params, images), axis=-1) == labels)
 
 
-def load_data():
-    """Training images, test images, training labels, test labels; the same split in every run."""
-    digits = load_digits()
-    images = (digits.images[..., None] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
-    return train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
-
-
 def compressors(args):
     """The transforms to compare, by the name that the table and the plot give them."""
     found = {}
@@ -88,7 +79,7 @@ def compressors(args):
 
 def train(name, step, seed, data, args):
     """One training run; what it sent at every step, and the test accuracy after every epoch."""
-    train_images, test_images, train_labels, test_labels = data
+    train_images, train_labels, test_images, test_labels = data
     batch = args.workers * args.batch
     steps = len(train_images) // batch  # the rest of the epoch is dropped
     state = step.init(Network().init(jax.random.key(seed), train_images[:1]))
@@ -209,7 +200,7 @@ def parse_options():
         parser.set_defaults(**QUICK)
         args = parser.parse_args()
     args.methods, args.alpha = list(dict.fromkeys(args.methods)), list(dict.fromkeys(args.alpha))
-    data = load_data()
+    data = load_digits()
     if args.workers < 2:
         parser.error(f"argument --workers: must be at least 2, a single worker sends nothing; got {args.workers}")
     if args.workers * args.batch > len(data[0]):

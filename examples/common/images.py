@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official files, and flips and crops."""
+"""CIFAR-10 from its official files, scikit-learn's digits, and flips and crops."""
 
 import pickle
 from pathlib import Path
@@ -76,6 +76,20 @@ class ArraysOnly(pickle.Unpickler):
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it wants to call {module}.{name}, which pickles of CIFAR-10 do not")
         return super().find_class(module, name)
+
+
+def load_digits():
+    """As `load_cifar10`, scikit-learn's digits: images float32[n, 8, 8, 1] from 0 to 1, always the same split."""
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    digits = datasets.load_digits()
+    images = (digits.images[..., None] / 16).astype(np.float32)
+    labels = digits.target.astype(np.int32)
+    train, test, train_labels, test_labels = train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=0
+    )
+    return train, train_labels, test, test_labels
 
 
 def flip_and_crop(key, images, padding: int = 4):

@@ -1,0 +1,74 @@
+"""The example of gcjax.gossip, run as a user runs it: `python examples/gossip.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+pytest.importorskip("sklearn")
+pytest.importorskip("orbax.checkpoint")
+example = pytest.importorskip("gossip")
+
+
+def run(*options):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "examples" / "gossip.py"), *options]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+
+
+def test_every_worker_draws_from_its_own_part_and_nothing_twice():
+    parts = np.random.default_rng(0).permutation(33).reshape(3, 11)
+    chosen = example.batches(np.random.default_rng(1), parts, 4)
+    assert chosen.shape == (2, 12)
+    for worker, part in enumerate(parts):
+        drawn = chosen.reshape(2, 3, 4)[:, worker].ravel()
+        assert set(drawn) < set(part)
+        assert len(set(drawn)) == 8
+    assert not np.array_equal(chosen, example.batches(np.random.default_rng(2), parts, 4))
+
+
+def test_it_writes_table_plot_and_curves(tmp_path):
+    out = tmp_path / "new" / "folder"
+    done = run("--workers", "4", "--epochs", "3", "--algorithms", "all-reduce", "swarm-8", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
+    assert float(rows["SwarmSGD, 8 bits"][0]) > 80 < float(rows["all-reduce"][0])
+    assert (out / "gossip.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    record = json.loads((out / "gossip.json").read_text())
+    dense, swarm = (run["epochs"] for run in record["runs"])
+    entries = 76_096  # 76,074 parameters, and the leaf of 10 as 32
+    steps = 3 * (1437 // 4 // 16)
+    assert [row["step"] for row in dense] == [steps // 3, 2 * steps // 3, steps]
+    assert dense[-1]["bits"] == steps * 32 * entries * 2 * 3 / 4  # of a ring all-reduce
+    # A model of 8 bits an entry every fourth step, the first one in full, and agreements.
+    exchanges = steps // 4
+    least = 8 * entries * exchanges + 32 * entries
+    assert least < swarm[-1]["bits"] < 1.05 * least
+    assert dense[-1]["spread"] < 1e-6 < swarm[-1]["spread"]
+    assert swarm[-1]["repeated"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--workers", "1"], "got 1"),
+        (["--batch", "500"], "--batch 500"),
+        (["--data", "/nowhere"], "no CIFAR-10 in '/nowhere'"),
+    ],
+)
+def test_a_bad_option_gives_one_line_that_names_the_value(options, named, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gossip.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(example.main())
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert named in said.err
+    assert not said.out
