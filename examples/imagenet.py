@@ -11,6 +11,8 @@ The paper's 90 epochs with momentum SGD, on 16 GPUs of 2 machines; on 10.0.0.1, 
     ... --optimiser adam --learning-rate 0.001 --method "variance(alpha=2, threshold=0.1)"
     ... --resume                                                                # goes on after the last whole epoch
 
+A process that is lost ends the others with a line that says so.
+
 On one machine with 8 GPUs, the same batch of 512; and a small network on virtual CPU devices, to see that it runs:
 
     python examples/imagenet.py --data DIR --dtype bfloat16 --workers 8 --batch 64
@@ -26,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import networks
+from common import launch, networks
 from common.cli import Parser, Problem, above_zero
 from common.folders import Decoders, Images, find_images
 from common.images import normalise
@@ -35,21 +37,6 @@ from common.training import Task, batchnorm, on_mesh, train
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MARGIN = 224 / 256  # of the shorter side, that is evaluated
-
-
-def join(args) -> int:
-    """Join the other processes; their number."""
-    try:
-        if args.coordinator:
-            jax.config.update("jax_num_cpu_devices", args.workers // args.processes)  # of no effect on accelerators
-            jax.distributed.initialize(args.coordinator, args.processes, args.process)
-        elif args.auto:
-            jax.distributed.initialize()
-        else:
-            return 1
-    except (ValueError, RuntimeError) as error:
-        raise Problem(f"the processes did not come together: {str(error).splitlines()[0]}") from None
-    return jax.process_count()
 
 
 def make_task(args, train: Images, held_out: Images, classes: list[str], decoders: Decoders) -> Task:
@@ -128,43 +115,35 @@ def parse_options(arguments=None):
     parser.add_argument(
         "--decoders", type=count, default=usable, help="processes that decode images, for each process of JAX"
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 runs; any free port")
-    parser.add_argument("--processes", type=count, help="number of processes, the same for all")
-    parser.add_argument("--process", type=int, help="number of this one, from 0")
-    parser.add_argument("--auto", action="store_true", help="let JAX find the three (SLURM, Open MPI, TPU slices)")
+    launch.add_options(parser)
     add_training(parser, workers=16, batch=32, epochs=90, learning_rate=0.2, optimiser="sgd", schedule="steps")
     parser.set_defaults(weight_decay=1e-4, warmup_epochs=5.0)
     args = parser.parse_args(arguments)
-    joined = [args.coordinator, args.processes, args.process]
-    if any(x is not None for x in joined) and None in joined:
-        parser.error("--coordinator, --processes and --process go together")
-    if args.process is not None and not 0 <= args.process < args.processes:
-        parser.error(f"--process must be from 0 to {args.processes - 1}, --processes less one; got {args.process}")
+    launch.check_options(parser, args)
     return args
 
 
-def main() -> int:
-    args = parse_options()
-    try:
-        found = find_images(args.data)
-        processes = join(args)
-        if args.workers % processes:
-            raise Problem(f"--workers {args.workers} cannot be split evenly over {processes} processes")
-        with Decoders(args.decoders, args.workers // processes * args.batch, args.size) as decoders:
-            result = train(make_task(args, *found, decoders), args)
-    except Problem as problem:
-        print(f"imagenet.py: {problem}", file=sys.stderr, flush=True)
-        if jax.distributed.is_initialized():
-            os._exit(2)  # an orderly exit would wait for the others, and they for this process
-        return 2
+def run(args) -> None:
+    found = find_images(args.data)
+    processes = jax.process_count() if jax.distributed.is_initialized() else 1
+    if args.workers % processes:
+        raise Problem(f"--workers {args.workers} cannot be split evenly over {processes} processes")
+    with Decoders(args.decoders, args.workers // processes * args.batch, args.size) as decoders:
+        result = train(make_task(args, *found, decoders), args)
+    last = result["epochs"][-1]
     if jax.process_index() == 0:
-        last = result["epochs"][-1]
         print(
             f"accuracy {100 * last['accuracy']:.2f} % (top 5: {100 * last['top_5_accuracy']:.2f} %), compression ratio "
             f"{result['compression_ratio']:.1f}, wire ratio {result['wire_ratio']:.1f}, {last['wire_bytes'] / 1e6:.1f} "
             f"MB sent per worker, {result['ms_per_step']:.0f} ms a step. Curves: {args.out}"
         )
-    return 0
+
+
+def main() -> int:
+    args = parse_options()
+    if args.processes:
+        jax.config.update("jax_num_cpu_devices", max(args.workers // args.processes, 1))  # not of accelerators
+    return launch.run(args, run)
 
 
 if __name__ == "__main__":

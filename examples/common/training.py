@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,7 +117,7 @@ def train(task: Task, args) -> dict[str, Any]:
     keys = jax.random.key(args.seed + 2)
     with Log(args, mesh) as log:
         first, state = log.start(state)
-        with tqdm(total=total, initial=first * task.steps, unit="step", disable=not speaks) as bar:
+        with tqdm(total=total, initial=first * task.steps, unit="step", file=sys.stdout, disable=not speaks) as bar:
             for epoch in range(first, args.epochs):
                 for number, batch in enumerate(on_mesh(task.batches(epoch), mesh)):
                     begin = time.perf_counter()
