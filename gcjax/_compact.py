@@ -17,7 +17,7 @@ class Queue(NamedTuple):
     """The set entries of a mask in the order in which they get slots: by index, from word `first` on, wrapping round.
 
     words: uint32[m].  start: int32[m], slot of each word's first entry.  total: int32, set entries in all.
-    first: int32.  Starting where the last step was cut keeps a too small capacity from starving the last entries.
+    first: int32.  Starting where the last step was cut, as owners' queues do, starves no entries.
     """
 
     words: jnp.ndarray

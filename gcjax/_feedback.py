@@ -31,7 +31,7 @@ class SparseState:
     accumulated: float32[n], the gradient taken in and not yet sent, but for what `reset` still removes.
     reset: uint32[words_for(n)], packed mask of the entries to set to zero before the next gradient is added: the same
       arithmetic as doing it at once, in one pass less.
-    first: int32, mask word at which the next payload begins.  step: int32, updates done.  bucket: static.
+    first: int32, where owners' queues begin next.  step: int32, updates done.  bucket: static.
     """
 
     accumulated: Array

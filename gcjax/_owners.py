@@ -3,7 +3,8 @@
 Every mask word has an owner among the workers. All send it their entries of that word; it adds them up and sends the
 largest of its sums, as many as one worker may send it, to all. What it does not pass on comes back to it, for its own
 residual. So a worker moves less than three payloads of the same capacity (four where an entry takes two words), as
-long as the capacity is above 32 entries for each worker.
+long as the capacity is above 32 entries for each worker. Of more entries than that the largest are sent; of those the
+ones that one owner has no slots for wait, by turns.
 
 **Source**: Renggli et al., "SparCML", SC 2019, arXiv 1802.08021, split and all-gather; Li and Hoefler, "Near-Optimal
 Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP 2022, arXiv 2201.07598, selecting again at the owners.
@@ -21,7 +22,7 @@ from gcjax._codec import float_code
 from gcjax._compact import cut, indices, queue
 from gcjax._payload import Exchanged, Header, Returned, add_payloads, agree_on_rung
 from gcjax._random import quick_bits
-from gcjax._select import top_k_words
+from gcjax._select import at_most, top_k_words
 from gcjax._types import Comm, Sent
 
 SUMS = float_code(32)  # owners send what they have added up without rounding it
@@ -58,11 +59,12 @@ def _entry_of(owner, at_owner, workers: int):
 def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, key) -> Exchanged:
     """`_sparse.exchange` by this transport; `first` counts rounds, and the capacity reported is that of all owners."""
     size, workers = len(words), comm.size
+    slots_of = sorted({slots_of_owner(capacity, workers) for capacity in capacities})
+    selected, words = jnp.sum(count_bits(words)), at_most(slots_of[-1] * workers, x, words)
     rounds = words_for(-(-size // workers) * LANES)
     owner, dealt_in = jnp.arange(workers)[:, None], jnp.arange(rounds)
     dealt = jnp.pad(words, (0, rounds * workers - size))[_word_of(owner, dealt_in, workers)]
     lined_up = jax.vmap(queue, (0, None))(dealt, first)
-    slots_of = sorted({slots_of_owner(capacity, workers) for capacity in capacities})
     cut_to, resume = jax.vmap(lambda q: cut(q, slots_of[-1]))(lined_up)
     count = jnp.sum(count_bits(cut_to), axis=1)
     rung, fill = agree_on_rung(jnp.max(count), slots_of, comm, ok)
@@ -93,9 +95,9 @@ def through_owners(x, words, first, header: Header, capacities, comm: Comm, ok, 
     # All queues begin at the same round: the next at the first one that some owner's did not reach.
     reached = jnp.where(lined_up.total > count, (resume - first) % rounds, rounds)
     resume = jnp.where(jnp.all(lined_up.total == count), 0, (first + jnp.min(reached)) % rounds)
-    sent, total = jnp.sum(count), jnp.sum(lined_up.total)
+    sent = jnp.sum(count)
     bits = workers * header.bits() + header.code.entry_bits * sent + 32 + SUMS.entry_bits * passed_on
-    report = Sent(total, sent, jnp.int32(0), total - sent, capacity, wire_bytes, bits.astype(jnp.float32))
+    report = Sent(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits.astype(jnp.float32))
     back = _listed(kept, slots_of[-1], len(x), comm)
     return Exchanged(mean, cut_to[_owner_of(jnp.arange(size), workers)], resume, report, back)
 

@@ -23,7 +23,7 @@ class Returned(NamedTuple):
 
 class Exchanged(NamedTuple):
     """mean: float32[n], equal on all workers.  words: uint32[n / 32], the mask of this worker's entries that were sent.
-    first: int32, where the next queue begins.  sent: the report, with all entries of the mask as the selected ones.
+    first: int32, where owners' queues begin next.  sent: the report, with all entries of the mask as the selected ones.
     returned: to be added to this worker's residual by `take_back`; None where nothing can come back."""
 
     mean: Array

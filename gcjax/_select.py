@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gcjax._bits import TINY, bits_float, by_rows, count_bits, magnitude_bits, nth_set_bit, pack_mask, prefix_count
+from gcjax._bits import (
+    TINY,
+    bits_float,
+    by_rows,
+    count_bits,
+    magnitude_bits,
+    nth_set_bit,
+    pack_mask,
+    prefix_count,
+    unpack_mask,
+)
 from gcjax._compact import indices, queue
 from gcjax._groups import Groups
 from gcjax._random import scatter_positions
@@ -111,6 +121,19 @@ def top_k_words(x, k, filled=None):
     above, equal = _pack_two(bits > threshold, bits == threshold)
     room = k - jnp.sum(count_bits(above))
     return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
+
+
+def at_most(limit: int, x, words):
+    """`words`, a mask of entries of x, or where more than `limit` are set those of the largest magnitude.
+
+    What waits grows until it is among them, so nothing starves. (By turns instead, one region of the parameters after
+    the other, early training went wrong: README, "Does it train?".)
+    """
+
+    def largest(x, words):
+        return top_k_words(jnp.where(unpack_mask(words, len(x)), x, 0), limit)
+
+    return lax.cond(jnp.sum(count_bits(words)) > limit, largest, lambda x, words: words, x, words)
 
 
 def _lowest(words, count):

@@ -2,7 +2,7 @@
 
 XLA has no gather of varying size. So the largest number selected by any worker picks one of a few capacities, and a
 `lax.switch` runs compaction, packing, communication and decoding at that capacity; the slots that are left over are
-padding. What does not fit the largest capacity is not sent and stays with the caller.
+padding. Of more than fit the largest capacity, those of largest magnitude are sent; the others stay with the caller.
 """
 
 import jax.numpy as jnp
@@ -11,10 +11,11 @@ from jax import lax
 from gcjax import _checks
 from gcjax._bits import LANES, count_bits, packed_size
 from gcjax._codec import Code
-from gcjax._compact import cut, indices, queue
+from gcjax._compact import indices, queue
 from gcjax._layout import Bucket
 from gcjax._owners import SUMS, slots_of_owner, through_owners
 from gcjax._payload import Exchanged, Header, add_payloads, agree_on_rung
+from gcjax._select import at_most
 from gcjax._types import Comm, Sent
 
 TRANSPORTS = ("all_gather", "reduce_scatter", "auto")
@@ -65,7 +66,7 @@ def exchange(
 ) -> Exchanged:
     """Send the entries of `x` whose bits are set in `words`; return the mean over workers of what all of them sent.
 
-    x: float32[n].  words: uint32[n / 32], the mask.  first: int32, the word whose entries get the first slots.
+    x: float32[n].  words: uint32[n / 32], the mask.  first: int32, of `through_owners`.
     scale: uint32[groups] or uint32[2 * groups], `code.to_scale` of the groups, or two scales for each of them.
     segment_of_word: int32[n / 32], each word's group; None where the code has no scale.
     capacities: slots, ascending.  ok: bool scalar, equal on all workers; if False the mean is NaN everywhere.
@@ -91,9 +92,9 @@ def _cheaper(header: Header, capacity: int, workers: int) -> str:
 
 
 def _to_all(x, words, first, header: Header, capacities, comm: Comm, ok, key) -> Exchanged:
-    lined_up = queue(words, first)
-    sent_words, resume = cut(lined_up, capacities[-1])
-    sent = jnp.sum(count_bits(sent_words))
+    kept = at_most(capacities[-1], x, words)
+    lined_up, selected = queue(kept, jnp.int32(0)), jnp.sum(count_bits(words))
+    sent = lined_up.total
     rung, fill = agree_on_rung(sent, capacities, comm, ok)
 
     def at_capacity(capacity):
@@ -111,5 +112,5 @@ def _to_all(x, words, first, header: Header, capacities, comm: Comm, ok, key) ->
     branches = [at_capacity(capacity) for capacity in capacities]
     mean, capacity, wire_bytes = lax.switch(rung, branches, x, lined_up, sent, fill)
     bits = (header.bits() + header.code.entry_bits * sent).astype(jnp.float32)
-    report = Sent(lined_up.total, sent, jnp.int32(0), lined_up.total - sent, capacity, wire_bytes, bits)
-    return Exchanged(mean, sent_words, resume, report, None)
+    report = Sent(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits)
+    return Exchanged(mean, kept, first, report, None)

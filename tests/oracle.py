@@ -59,7 +59,7 @@ def largest(magnitudes, k):
 class SparseOracle:
     """Error feedback around a selection: `select(a)` takes one worker's flat leaves, joined, returns positions to send.
 
-    `capacity`: the largest number of entries that may be sent; beyond it see `first_that_fit`.
+    `capacity`: the largest number of entries that may be sent; beyond it the largest are.
     """
 
     def __init__(self, workers, sizes, select, capacity=None, transport="all_gather"):
@@ -74,7 +74,7 @@ class SparseOracle:
         for w, leaves in enumerate(gradients):
             self.a[w] = self.a[w] + np.concatenate([np.ravel(leaf) for leaf in leaves]).astype(F)
             chosen = list(self.select(self.a[w], self.steps))
-            sent = self.wire.fit(w, chosen)
+            sent = self.wire.fit(w, chosen, self.a[w])
             messages.append({i: self.a[w][i] for i in sent})
             self.a[w][sent] = 0
             counts.append((len(chosen), len(sent), 0, len(chosen) - len(sent)))
@@ -103,14 +103,13 @@ def wire(transport, workers, sizes, capacity):
 
 class ToAll:
     def __init__(self, workers, sizes, capacity):
-        self.sizes, self.capacity, self.first_word = sizes, capacity, [0] * workers
+        del workers
+        self.sizes, self.capacity = sizes, capacity
 
-    def fit(self, worker, chosen):
-        """Those of `chosen`, places among all parameters, that fit the payload."""
-        if self.capacity is None:
-            return chosen
-        sent, self.first_word[worker] = first_that_fit(chosen, self.sizes, self.capacity, self.first_word[worker])
-        return sent
+    def fit(self, worker, chosen, x):
+        """Those of `chosen`, places among all parameters, that fit the payload; x: what lies there, flat."""
+        del worker
+        return at_most(self.capacity, chosen, x)
 
     def deliver(self, messages):
         """Each worker's {place: value} -> the mean, and of each worker {place: value} what comes back to it."""
@@ -136,7 +135,8 @@ class ThroughOwners:
         turn = int(quick_bits(np.uint32(0), np.array([dealt_in]))[0]) % self.workers
         return (seat - turn) % self.workers, dealt_in
 
-    def fit(self, worker, chosen):
+    def fit(self, worker, chosen, x):
+        chosen = at_most(self.ladder[-1] * self.workers, chosen, x)
         first, sent, stops = self.first_round[worker], [], []
         for owner in range(self.workers):
             by_round = {}
@@ -181,20 +181,9 @@ def places(sizes):
     return place
 
 
-def first_that_fit(chosen, sizes, capacity, first_word):
-    """Of entries given by their place among all parameters, those that fit the payload, and the next first word.
-
-    They go in whole words of 32 entries.
-    """
-    if len(chosen) <= capacity:
-        return chosen, 0
-    place = places(sizes)
-    words = {}
-    for i in sorted(chosen):
-        words.setdefault(place[i], []).append(i)
-    sent = []
-    for word in sorted(words, key=lambda word: (word < first_word, word)):
-        if len(sent) + len(words[word]) > capacity:
-            return sent, word
-        sent += words[word]
-    raise AssertionError("unreachable: more than fits, and yet all fitted")
+def at_most(limit, chosen, x):
+    """Of chosen places those with the largest |x|, `limit` of them, of equal ones the first."""
+    if limit is None or len(chosen) <= limit:
+        return chosen
+    chosen = sorted(chosen)
+    return sorted(chosen[j] for j in largest([abs(x[i]) for i in chosen], limit))

@@ -103,9 +103,10 @@ def test_busy_columns_of_a_matrix_fall_to_all_owners_alike():
         assert (np.abs(counts - mean) < 5 * mean**0.5).all()
 
 
-def test_a_payload_far_too_small_lets_every_entry_have_its_turn():
+@pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
+def test_a_payload_far_too_small_lets_every_entry_have_its_turn(transport):
     # 16 owners' rounds of words, all entries selected in every step, 32 slots an owner: a word each.
-    tx = gcjax.strom_compress(1.0, capacity=64, transport="reduce_scatter", axis_name="data")
+    tx = gcjax.strom_compress(1.0, capacity=64, transport=transport, axis_name="data")
     params = {"a": np.zeros(1024, np.float32)}
     runner, sent = Runner(tx, params, 2), np.zeros(1024)
     for _ in range(16):

@@ -46,7 +46,7 @@ class DGCState:
     velocity: float32[n], v, the sum of all u since the entry was last sent; 0 in the small leaves.
     reset: uint32[words_for(n)], packed mask of the entries of v, and with masking of u, to set to zero before the next
       gradient is added.
-    first: int32, mask word at which the next payload begins.  step: int32, updates done.  masking, bucket: static.
+    first: int32, where owners' queues begin next.  step: int32, updates done.  masking, bucket: static.
     """
 
     momentum: Array

@@ -44,7 +44,7 @@ class DrydenState:
     reset: uint32[words_for(n)], packed mask of the entries from which their class mean is taken before the next
       gradient is added, which saves a pass.
     means: float32[2 * g], those of the last payload: of the leaves' positive classes, then of the negative ones.
-    first: int32, mask word at which the next payload begins.  step: int32, updates done.  bucket: static.
+    first: int32, where owners' queues begin next.  step: int32, updates done.  bucket: static.
     """
 
     accumulated: Array

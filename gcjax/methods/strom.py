@@ -34,7 +34,7 @@ class StromState:
     accumulated: float32[n], r, the gradient taken in and not yet sent, but for what `reset` still takes off.
     reset: uint32[words_for(n)], packed mask of the entries from which the threshold is taken before the next gradient
       is added, which saves a pass.
-    threshold: float32, tau as it was for the last payload.  first: int32, mask word at which the next payload begins.
+    threshold: float32, tau as it was for the last payload.  first: int32, where owners' queues begin next.
     bucket: where the leaves lie, static.
     """
 

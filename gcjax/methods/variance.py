@@ -10,9 +10,9 @@ leaf (4 to a word); then one word per slot, sign (bit 31), exponent below the le
 own.
 
 **Deviations.** (1) Entries too small for the 3-bit exponent stay in the residual by default; the paper, read literally,
-drops them (`underflow="drop"`). (2) What exceeds the largest capacity stays in the residual. (3) Sent entries are
-reset at the start of the next update instead of the end of this one, which is the same arithmetic in fewer passes:
-`gcjax.info` and the residual account for it.
+drops them (`underflow="drop"`). (2) Of more entries than the largest capacity holds, the largest are sent; the others
+stay in the residual. (3) Sent entries are reset at the start of the next update instead of the end of this one, which
+is the same arithmetic in fewer passes: `gcjax.info` and the residual account for it.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class VarianceState:
     reset: uint32[words_for(n)], packed mask of the entries to reset before the next gradient is added.
     scale: uint32[g], the leaves' scales of the last payload.
     threshold: float32, tau of the hybrid as it was for the last payload, 0 without.
-    first: int32, mask word at which the next payload begins.  step: int32, updates done.
+    first: int32, where owners' queues begin next.  step: int32, updates done.
     kept: what a reset leaves in r: "nothing", "excess" (r less tau) or the name of the code whose rounding error stays.
     bucket: where the leaves lie. Both static.
     """
@@ -131,8 +131,8 @@ def variance_compress(
       capacity: slots in a worker's payload: an int (fixed size), a tuple of ints (the smallest that holds every
         worker's entries is used), or None for a ladder from 1/1024 of the parameters to 2 / workers of them, at least
         1/16 and at most 1/2: temporaries of twice the parameters, which a lower one would save. Rounded up to a
-        multiple of 32; for each bucket of a model above 2**28 parameters. Entries beyond the largest stay in the
-        residual and are first in the next step.
+        multiple of 32; for each bucket of a model above 2**28 parameters. Of more entries than the largest holds, those
+        of the largest magnitude are sent and the others stay in the residual.
       transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
         pass on the largest sums, `capacity` in all: traffic stops growing with the workers, while more entries wait.
         What an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less

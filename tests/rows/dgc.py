@@ -47,7 +47,7 @@ class DGCOracle:
                     u[i] = self.m * u[i] + g[i]
                     v[i] = v[i] + u[i]
             chosen = largest(np.abs(v), k)
-            sent = self.wire.fit(w, chosen)
+            sent = self.wire.fit(w, chosen, v)
             messages.append({i: v[i] for i in sent})
             v[sent] = 0
             if self.masking:

@@ -39,7 +39,7 @@ class DrydenOracle:
             for leaf in split(a, self.sizes):
                 means |= {begin + i: y for i, y in select(leaf, self.density).items()}
                 begin += len(leaf)
-            sent = self.wire.fit(w, sorted(means))
+            sent = self.wire.fit(w, sorted(means), a)
             messages.append({i: means[i] for i in sent})
             for i in sent:
                 a[i] -= means[i]

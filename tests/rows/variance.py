@@ -117,7 +117,8 @@ class VarianceOracle:
         for w, worker in enumerate(self.workers):
 
             def fit(entries, w=w):
-                return [self.entries[i] for i in self.wire.fit(w, [self.place[entry] for entry in entries])]
+                r = np.concatenate(self.workers[w].r)
+                return [self.entries[i] for i in self.wire.fit(w, [self.place[entry] for entry in entries], r)]
 
             values, passed, under, over = worker.step(gradients[w], squares[w], fit)
             messages.append({self.place[entry]: y for entry, y in values.items()})
