@@ -54,7 +54,13 @@ ROWS = {
     "underflow drop": ("variance(alpha=1.5, underflow='drop')", BOTH, ""),
     "feedback": ("variance(alpha=1.5, feedback=True)", BOTH, ""),
     "float32 values": ("variance(alpha=1.5, values='float32')", BOTH, ""),
-    "capacity N/16": ("variance(alpha=1.5, capacity=(96, 384, 1440, 5760))", BOTH, ""),
+    "capacity N/4": (
+        "variance(alpha=1.5, capacity=(96, 192, 384, 736, 1440, 2880, 5760, 11520, 23040))",
+        BOTH,
+        "",
+    ),
+    "capacity N/24": ("variance(alpha=1.5, capacity=(96, 384, 1440, 3840))", BOTH, ""),
+    "reduce-scatter": ("variance(alpha=1.5, transport='reduce_scatter')", BOTH, ""),
     "4 microbatches": ("variance(alpha=1.5)", BOTH, "--squares microbatches"),
     "squared batch gradient": ("variance(alpha=1.5)", BOTH, "--squares batch"),
 }

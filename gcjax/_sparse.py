@@ -20,18 +20,12 @@ from gcjax._types import Comm, Sent
 
 TRANSPORTS = ("all_gather", "reduce_scatter", "auto")
 
-SHARES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)  # the default capacities are the entries divided by these
-ALWAYS = 16  # down to which they go with any number of workers
+SHARES = (1024, 512, 256, 128, 64, 32, 16)  # the default capacities are the entries divided by these
 
 
-def default_capacities(entries: int, workers: int) -> tuple[int, ...]:
-    """Capacities in factors of two, up to where an all-gather of one-word entries moves as much as the dense mean.
-
-    That is at 2 / workers of the entries. A lower end would save bytes in the first steps only, when much passes, and
-    what then has to wait costs accuracy far beyond them (README, "Does it train?").
-    """
-    shares = (share for share in SHARES if share >= min(workers / 2, ALWAYS))
-    return tuple(sorted({_round_up(-(-entries // share)) for share in shares}))
+def default_capacities(entries: int) -> tuple[int, ...]:
+    """Capacities in factors of two. Early in training more passes than the largest holds; README, "Does it train?"."""
+    return tuple(sorted({_round_up(-(-entries // share)) for share in SHARES}))
 
 
 def _round_up(slots: int) -> int:

@@ -148,12 +148,6 @@ def test_an_unknown_transport_is_named():
             make(0.5, transport="x")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16, 100])
-def test_the_default_capacities_end_where_the_dense_mean_moves_no_more(workers):
-    entries = 1 << 20
-    ladder = default_capacities(entries, workers)
-    assert ladder == tuple(sorted(ladder))
-    assert ladder[0] == entries // 1024
-    dense, payload = 2 * (workers - 1) / workers * entries, (workers - 1) * ladder[-1]
-    assert payload <= dense or ladder[-1] == entries // 16
-    assert 2 * payload >= dense or ladder[-1] == entries // 2
+def test_the_default_capacities_double_up_to_a_sixteenth_in_whole_words():
+    assert default_capacities(1 << 20) == tuple(1 << k for k in range(10, 17))
+    assert default_capacities(1000) == (32, 64)

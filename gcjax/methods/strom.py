@@ -103,7 +103,7 @@ def strom_compress(
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         r = jnp.where(ok, state.residual + gradient, state.accumulated)
         words = pack_mask(jnp.abs(r) > threshold)
-        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
+        ladder = default_capacities(bucket.entries) if capacity is None else capacity
         no_scale, slots = jnp.zeros(0, jnp.uint32), capacities_for(ladder, bucket)
         out = exchange(r, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
         tau = jnp.where(ok, jnp.float32(threshold), state.threshold)

@@ -129,10 +129,9 @@ def variance_compress(
         `key`), "float16" or "float32".
       key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
       capacity: slots in a worker's payload: an int (fixed size), a tuple of ints (the smallest that holds every
-        worker's entries is used), or None for a ladder from 1/1024 of the parameters to 2 / workers of them, at least
-        1/16 and at most 1/2: temporaries of twice the parameters, which a lower one would save. Rounded up to a
-        multiple of 32; for each bucket of a model above 2**28 parameters. Of more entries than the largest holds, those
-        of the largest magnitude are sent and the others stay in the residual.
+        worker's entries is used), or None for a ladder from 1/1024 to 1/16 of the parameters. Rounded up to a multiple
+        of 32; for each bucket of a model above 2**28 parameters. Of more entries than the largest holds, those of the
+        largest magnitude are sent and the others stay in the residual. Temporaries take about 5 words a slot.
       transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
         pass on the largest sums, `capacity` in all: traffic stops growing with the workers, while more entries wait.
         What an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less
@@ -189,7 +188,7 @@ def variance_compress(
         segment_of_word = jnp.asarray(bucket.segment_of_word())
         r, v = _accumulate(gradient, sum_grad_squared, state, decay, ok)
         clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
-        ladder = default_capacities(bucket.entries, comm.size) if capacity is None else capacity
+        ladder = default_capacities(bucket.entries) if capacity is None else capacity
         if density is not None:
             ladder = entries_for(density, bucket.entries)
             certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
