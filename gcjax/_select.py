@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from gcjax._bits import (
+    LANES,
     TINY,
     bits_float,
     by_rows,
@@ -19,7 +20,6 @@ from gcjax._bits import (
     nth_set_bit,
     pack_mask,
     prefix_count,
-    unpack_mask,
 )
 from gcjax._compact import indices, queue
 from gcjax._groups import Groups
@@ -37,29 +37,34 @@ def entries_for(density, size: int):
     return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
 
 
-def kth_largest(bits, k):
+def kth_largest(bits, k, among=None):
     """The k-th largest of each row, exactly: uint32[..., m] below 2**31, int32[...] from 1 to m -> uint32[...].
 
-    Found bit by bit from the top: 31 counts, no sort.
+    Found bit by bit from the top: 31 counts, no sort. among: mask words of the entries that count, of a single row.
     """
 
     def settle_bit(i, found):
         trial = found | (jnp.uint32(1) << (30 - i).astype(jnp.uint32))
-        return jnp.where(_count_rows(bits >= trial[..., None]) >= k, trial, found)
+        return jnp.where(_count_rows(bits >= trial[..., None], among) >= k, trial, found)
 
     return lax.fori_loop(0, 31, settle_bit, jnp.zeros_like(bits[..., 0]))
 
 
-def _count_rows(mask):
+def _count_rows(mask, among):
     if mask.ndim == 1:  # XLA's CPU backend is slow at long reductions to a scalar, fast at those of rows of 32
-        return jnp.sum(count_bits(pack_mask(mask)))
+        return jnp.sum(count_bits(_of(among, pack_mask(mask))))
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
-def kth_magnitude(x, k, filled=None):
+def _of(among, words):
+    return words if among is None else words & among
+
+
+def kth_magnitude(x, k, filled=None, among=None):
     """Bits of the k-th largest magnitude of x, exactly. float32[n]; k int or int32, from 1 to n.
 
-    filled: no more entries than this are not zero, where that is known; only these are searched. Otherwise a sample
+    filled: no more entries than this are not zero, where that is known; only these are searched.  among: mask words of
+    the entries that count. A masked copy of x would be an array of gradient length more. Without `filled` a sample
     gives a bracket that nearly always holds the wanted number; one pass counts what lies above and gathers what lies
     inside, and the search goes on among these few. Where the bracket misses, or ties fill it, all entries are searched.
     With fewer than k entries to select, the bits of the smallest normal number come back.
@@ -71,15 +76,18 @@ def kth_magnitude(x, k, filled=None):
         bits = jnp.where(slot < lined_up.total, bits[indices(lined_up, filled)], 0)
         return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
     if size <= 2 * SAMPLE:
-        return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
-    sample = bits[scatter_positions(size, SAMPLE, 0)]
+        return jnp.maximum(kth_largest(bits, jnp.int32(k), among), _TINY_BITS)
+    place = scatter_positions(size, SAMPLE, 0)
+    sample = bits[place]
+    if among is not None:
+        sample = jnp.where(among[place // LANES] >> (place % LANES).astype(jnp.uint32) & 1 > 0, sample, 0)
     rank = k * (SAMPLE / size)
     slack = 4 * rank**0.5 + 8
     ranks = jnp.clip(jnp.array([rank - slack, rank + slack]), 1, SAMPLE).astype(jnp.int32)
     high, low = kth_largest(jnp.broadcast_to(sample, (2, SAMPLE)), ranks)
     high = jnp.where(rank - slack < 1, _TOP_BITS, high)
     low = jnp.maximum(jnp.where(rank + slack > SAMPLE, 0, low), _TINY_BITS)
-    above, inside = _pack_two(bits > high, (bits >= low) & (bits <= high))
+    above, inside = (_of(among, words) for words in _pack_two(bits > high, (bits >= low) & (bits <= high)))
     count_above, lined_up = jnp.sum(count_bits(above)), queue(inside, jnp.int32(0))
     room = min(size // 32, round(3 * slack * size / SAMPLE)) if isinstance(k, int) else size // 32
     found = (count_above < k) & (k <= count_above + lined_up.total) & (lined_up.total <= room)
@@ -92,7 +100,7 @@ def kth_magnitude(x, k, filled=None):
 
     def among_all(x, lined_up):
         del lined_up
-        return jnp.maximum(kth_largest(magnitude_bits(x), jnp.int32(k)), _TINY_BITS)
+        return jnp.maximum(kth_largest(magnitude_bits(x), jnp.int32(k), among), _TINY_BITS)
 
     return lax.cond(found | too_few, among_these, among_all, x, lined_up)
 
@@ -111,14 +119,15 @@ def _pack_two(a, b):
     return by_rows(pack, a, b)
 
 
-def top_k_words(x, k, filled=None):
+def top_k_words(x, k, filled=None, among=None):
     """Mask words of the k entries of largest magnitude, of equal ones those with the lowest index.
 
-    float32[n]; k int or int32 from 1 to n. Fewer are set only where fewer are not zero. filled: as in `kth_magnitude`.
+    float32[n]; k int or int32 from 1 to n. Fewer are set only where fewer are not zero. filled, among: as in
+    `kth_magnitude`.
     """
-    threshold = kth_magnitude(x, k, filled)
+    threshold = kth_magnitude(x, k, filled, among)
     bits = magnitude_bits(x)
-    above, equal = _pack_two(bits > threshold, bits == threshold)
+    above, equal = (_of(among, words) for words in _pack_two(bits > threshold, bits == threshold))
     room = k - jnp.sum(count_bits(above))
     return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
 
@@ -131,7 +140,7 @@ def at_most(limit: int, x, words):
     """
 
     def largest(x, words):
-        return top_k_words(jnp.where(unpack_mask(words, len(x)), x, 0), limit)
+        return top_k_words(x, limit, among=words)
 
     return lax.cond(jnp.sum(count_bits(words)) > limit, largest, lambda x, words: words, x, words)
 

@@ -76,6 +76,32 @@ def test_the_search_from_a_sample_is_exact(kind, k):
     np.testing.assert_array_equal(top_k_static(x, k), numpy_top_k(x, k))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def at_most(limit, x, mask):
+    return _bits.unpack_mask(_select.at_most(limit, x, _bits.pack_mask(mask)), len(x))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "mostly zero"])
+@pytest.mark.parametrize("size", [1025, LARGE])
+@pytest.mark.parametrize("limit", [1 / 40, 0.4])
+def test_of_a_mask_with_more_than_the_limit_the_largest_stay(limit, size, kind):
+    rng = np.random.default_rng(size)
+    share = 0.995 if kind == "normal" else 0.5  # nearly all: the bracket then holds with and without the mask
+    x, mask, limit = LARGE_CASES[kind](rng, size), rng.random(size) < share, int(limit * size)
+    expected = numpy_top_k(np.where(mask, x, 0), limit)
+    np.testing.assert_array_equal(at_most(limit, x, mask), expected)
+    np.testing.assert_array_equal(at_most(limit, x, expected), expected)
+
+
+def test_a_mask_within_the_limit_stays_whole_and_a_bracket_that_misses_is_not_used(monkeypatch):
+    x = np.arange(1, LARGE + 1, dtype=np.float32)
+    mask = np.arange(LARGE) % 3 > 0
+    np.testing.assert_array_equal(at_most(LARGE, x, mask), mask)
+    monkeypatch.setattr(_select, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
+    got = jax.jit(lambda x: _bits.unpack_mask(_select.at_most(300, x, _bits.pack_mask(mask)), len(x)))(x)
+    np.testing.assert_array_equal(got, numpy_top_k(np.where(mask, x, 0), 300))
+
+
 def test_a_bracket_that_misses_falls_back_to_the_whole(monkeypatch):
     """With a sample that sees only small entries."""
     monkeypatch.setattr(_select, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
