@@ -26,8 +26,8 @@ from gcjax import gossip
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STEPS = {16: 600, 64: 400, 256: 300}  # gradient steps per node
-SEEDS = {16: 3, 64: 2, 256: 1}  # all in six minutes of CPU
+STEPS = {16: 600, 64: 400, 256: 600}  # gradient steps per node
+SEEDS = {16: 3, 64: 2, 256: 1}  # all in ten minutes of CPU
 BATCH = 8
 LINK = gcjax.Link(1e8, 100e-6)
 STEP_SECONDS, SLOW, ONE_IN = 5e-3, 2.0, 16

@@ -13,6 +13,7 @@ import argparse
 import collections
 import concurrent.futures
 import json
+import math
 import os
 import queue
 import shlex
@@ -216,6 +217,7 @@ def plot(store: dict, path: Path) -> None:
     families = list(dict.fromkeys(name.split()[0] for name in ROWS))
     best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
     for panel, optimiser in zip(panels, BOTH, strict=True):
+        named: list[tuple[float, float]] = []
         for name, records in grouped(store["runs"], optimiser).items():
             curves = [record["epochs"] for record in records if "epochs" in record]
             if not curves:
@@ -226,7 +228,9 @@ def plot(store: dict, path: Path) -> None:
             colour, marker = COLOURS[number % len(COLOURS)], "osD"[number // len(COLOURS) % 3]
             panel.plot(x, y, lw=0.8, alpha=0.6, color=colour)
             panel.plot(x[-1], y[-1], marker, color=colour)
-            if y[-1] > best - RANGE:
+            near = any(abs(math.log(x[-1] / other)) < 0.25 and abs(y[-1] - at) < 0.8 for other, at in named)
+            if y[-1] > best - RANGE and not near:  # of several in one place the first one is named
+                named.append((x[-1], y[-1]))
                 panel.annotate(name, (x[-1], y[-1]), (4, 4), textcoords="offset points", fontsize=8, color=colour)
         panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(best - RANGE, best + 2))
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
