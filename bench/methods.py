@@ -181,13 +181,15 @@ def selection(job) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from gcjax import _compact, _select
+    from gcjax._sparse import compaction, selection
 
     size = job["size"]
     k = round(size * DENSITY)
     x = jax.random.normal(jax.random.key(0), (size,))
     theirs = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k)[1])
-    ours = jax.jit(lambda x: _compact.indices(_compact.queue(_select.top_k_words(x, k), jnp.int32(0)), k))
+    ours = jax.jit(
+        lambda x: compaction.slot_indices(compaction.assign_slots(selection.top_k_mask(x, k), jnp.int32(0)), k)
+    )
     if set(ours(x).tolist()) != set(theirs(x).tolist()):
         raise SystemExit("the two selections differ")
     times: dict = {"lax": [], "search": []}

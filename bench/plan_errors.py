@@ -14,9 +14,9 @@ import _network_jax
 from tqdm import tqdm
 
 import gcjax
-from gcjax._costs import known_costs
-from gcjax._imitate import Message, arriving_bytes, messages_of, model_of
-from gcjax._network import EFFICIENCY
+from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, transfers_of
+from gcjax._planner.costs import known_costs
+from gcjax._planner.network import EFFICIENCY
 
 GOOD = 0.15
 BUFFERED = 2**20  # bytes: below this, the sockets' buffers take what is sent meanwhile
@@ -65,9 +65,9 @@ def predicted(row: dict, record: dict, costs) -> dict:
     # The step's own capacity in place of the ladder, of which the planner would take the largest.
     tx = gcjax.variance_compress(capacity=row["capacity"]) if "adaptive" in row["row"] else make(gcjax, parameters, {})
     squares = _network_jax.GRADIENTS[kind] is not None
-    alone, together = (messages_of(tx, model_of(parameters), workers, squares) for workers in (1, hosts))
+    alone, together = (transfers_of(tx, model_of(parameters), workers, squares) for workers in (1, hosts))
     if row["row"] == _network_jax.PLAIN:  # no transform of gcjax: a mean of every leaf, which XLA makes one of
-        together = (Message("all_reduce", 4 * parameters),)
+        together = (Transfer("all_reduce", 4 * parameters),)
     more = sum(arriving_bytes(m, hosts) for m in together) - sum(arriving_bytes(m, 1) for m in alone)
     per_byte = next((costs[cost][2] for name, cost in COST_OF.items() if row["row"].startswith(name)), 0.0)
     # Decoding is of one thread: more hosts than cores take turns.
@@ -84,7 +84,7 @@ def predicted(row: dict, record: dict, costs) -> dict:
     }
 
 
-def link(message: Message, row: dict, record: dict) -> gcjax.Link:
+def link(message: Transfer, row: dict, record: dict) -> gcjax.Link:
     """The link of a row as one message finds it."""
     same = [c for c in record["collectives"] if all(c[key] == row[key] for key in ("hosts", "link_mbit", "malloc"))]
     scalar = next(c for c in same if c["kind"] == "scalar_max")
@@ -96,7 +96,7 @@ def link(message: Message, row: dict, record: dict) -> gcjax.Link:
         return of_model
     largest = max((c for c in same if c["kind"] == kind), key=lambda c: c["bytes"])
     # Two latencies are enough to tell what is left for the bytes: the largest message takes far longer.
-    bare = of_model._replace(latency=0.0).seconds(Message(kind, largest["bytes"]), row["hosts"])
+    bare = of_model._replace(latency=0.0).seconds(Transfer(kind, largest["bytes"]), row["hosts"])
     return of_model._replace(efficiency=EFFICIENCY * bare / max(largest["ms"] / 1e3 - 2 * latency, 1e-9))
 
 

@@ -1,17 +1,19 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
 from gcjax import gossip
-from gcjax._agree import check_agreement
-from gcjax._costs import Cost, Method, measure_costs
-from gcjax._delay import DelayState, delay
-from gcjax._info import Info, info
+from gcjax._comm.comm import Comm
+from gcjax._core.compressor import Compressor, SendReport
+from gcjax._core.delay import DelayState, delay
+from gcjax._core.info import Info, info
+from gcjax._core.per_worker import PerWorker
+from gcjax._core.transform import CompressState, compress
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
-from gcjax._network import Link
-from gcjax._place import init_sharded, local_gradients, per_worker, place, state_specs
-from gcjax._plan import Plan, plan
-from gcjax._train import Metrics, TrainState, make_train_step
-from gcjax._transform import CompressState, compress
-from gcjax._types import Comm, Compressor, PerWorker, Sent
+from gcjax._planner.costs import Cost, Method, measure_costs
+from gcjax._planner.network import Link
+from gcjax._planner.plan import Plan, plan
+from gcjax._training.consistency import check_agreement
+from gcjax._training.sharding import init_sharded, local_gradients, per_worker, place, state_specs
+from gcjax._training.step import Metrics, TrainState, make_train_step
 from gcjax.methods.demo import demo_compress
 from gcjax.methods.dense import dense_compress
 from gcjax.methods.dgc import dgc_compress
@@ -49,7 +51,7 @@ __all__ = [
     "Moments",
     "PerWorker",
     "Plan",
-    "Sent",
+    "SendReport",
     "TrainState",
     "check_agreement",
     "check_moments",

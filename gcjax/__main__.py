@@ -5,7 +5,7 @@ import sys
 from fractions import Fraction
 
 import gcjax
-from gcjax._network import as_count
+from gcjax._planner.network import as_count
 
 SHOWN = 6  # methods in the plot, beside the dense mean
 

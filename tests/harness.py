@@ -1,5 +1,6 @@
 """Runs a transform over real devices: shard_map or pmap, one worker or eight."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,6 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gcjax
+from gcjax._comm.collectives import mesh_comm, replaced_comm
+from gcjax._kernels.buckets import bucket_limit
 
 NAMES = ("a", "b", "c", "d")
 
@@ -106,9 +109,9 @@ def draws(tx, gradient, steps):
     return np.asarray(jax.lax.scan(step, tx.init(gradient), length=steps)[1])
 
 
-def messages(tx, gradients, monkeypatch):
+def messages(tx, gradients):
     """What a single worker gives to be gathered, added up or swapped, a list of numpy arrays; and the step's info."""
-    alone, given = gcjax._exchange.comm_over(()), []
+    alone, given = mesh_comm(()), []
 
     def listening(collective):
         def call(x):
@@ -117,7 +120,7 @@ def messages(tx, gradients, monkeypatch):
 
         return call
 
-    names = ("gather", "sum", "swap")
+    names = ("gather", "sum", "all_to_all")
     listened = {name: listening(getattr(alone, name)) for name in names}
     comm = dataclasses.replace(alone, metered=lambda: comm, **listened)  # of a sparse exchange: one capacity only
 
@@ -126,10 +129,19 @@ def messages(tx, gradients, monkeypatch):
         state = tx.update(gradients, tx.init(gradients))[1]
         return tuple(given), state
 
-    with monkeypatch.context() as patch:
-        patch.setattr(gcjax._transform, "comm_over", lambda *axes: comm)
+    with replaced_comm(lambda *axes: comm):
         payloads, state = jax.jit(update)(gradients)
     return [np.asarray(x) for x in payloads], gcjax.info(state)
+
+
+@contextlib.contextmanager
+def limited_buckets(entries):
+    """Inside, a bucket holds at most so many entries when a transform is made or traced."""
+    token = bucket_limit.set(entries)
+    try:
+        yield
+    finally:
+        bucket_limit.reset(token)
 
 
 def compress_state(state):
@@ -139,7 +151,7 @@ def compress_state(state):
 
 def residuals(state, workers, sizes):
     """Every worker's residual as a list of leaves: from the state of the first compressor found."""
-    local = jax.tree.map(lambda x: np.asarray(x).reshape(workers, -1), compress_state(state).buckets.value)
+    local = jax.tree.map(np.asarray, compress_state(state).buckets.stacked())
     result = []
     for w in range(workers):
         flats = [np.asarray(_released(bucket, w).residual) for bucket in local]

@@ -29,13 +29,13 @@ def as_float16(x) -> np.float32:
 
 
 def hash_bits(words, positions):
-    """What `gcjax._random.hash_bits` gives: uint32 bits at each position, from the two words of a key."""
+    """What `gcjax._kernels.hashing.hash_bits` gives: uint32 bits at each position, from the two words of a key."""
     x = np.asarray(positions, np.uint32) + np.uint32(words[0])
     return _mix(_mix(x) ^ np.uint32(words[1]))
 
 
 def quick_bits(offset, positions):
-    """What `gcjax._random.quick_bits` gives."""
+    """What `gcjax._kernels.hashing.quick_bits` gives."""
     return _mix(np.asarray(positions, np.uint32) + np.uint32(offset))
 
 
@@ -46,7 +46,7 @@ def _mix(x):
 
 
 def uniform(words, positions):
-    """float32 in [0, 1), the same numbers as `gcjax._random.uniform` at these positions."""
+    """float32 in [0, 1), the same numbers as `gcjax._kernels.hashing.uniform` at these positions."""
     return (hash_bits(words, positions) >> np.uint32(8)).astype(F) * F(2.0**-24)
 
 
@@ -109,7 +109,7 @@ class ToAll:
     def fit(self, worker, chosen, x):
         """Those of `chosen`, places among all parameters, that fit the payload; x: what lies there, flat."""
         del worker
-        return at_most(self.capacity, chosen, x)
+        return keep_largest(self.capacity, chosen, x)
 
     def deliver(self, messages):
         """Each worker's {place: value} -> the mean, and of each worker {place: value} what comes back to it."""
@@ -136,7 +136,7 @@ class ThroughOwners:
         return (seat - turn) % self.workers, dealt_in
 
     def fit(self, worker, chosen, x):
-        chosen = at_most(self.ladder[-1] * self.workers, chosen, x)
+        chosen = keep_largest(self.ladder[-1] * self.workers, chosen, x)
         first, sent, stops = self.first_round[worker], [], []
         for owner in range(self.workers):
             by_round = {}
@@ -181,7 +181,7 @@ def places(sizes):
     return place
 
 
-def at_most(limit, chosen, x):
+def keep_largest(limit, chosen, x):
     """Of chosen places those with the largest |x|, `limit` of them, of equal ones the first."""
     if limit is None or len(chosen) <= limit:
         return chosen

@@ -10,7 +10,7 @@ from harness import Runner, messages
 from test_convergence import decaying, distance_after_training
 
 import gcjax
-from gcjax._layout import layout_of
+from gcjax._kernels.buckets import layout_of
 from gcjax.methods import demo
 
 RNG = np.random.default_rng(0)
@@ -91,10 +91,10 @@ def test_sum_and_decay_worked_by_hand(make):
     assert gcjax.info(state).residual_norm == 0
 
 
-def test_words_by_hand(monkeypatch):
+def test_words_by_hand():
     g = {"pairs": jnp.array([3.0, 1.0, 1.0, -4.0]), "scalar": jnp.float32(-7.0)}
     tx = gcjax.demo_compress(top_k=1, chunk=2)
-    (words,), info = messages(tx, g, monkeypatch)
+    (words,), info = messages(tx, g)
     # The chunk of one entry first: place 0. Then the sum of the first pair, place 0, and the difference of the second.
     assert words[:2].tolist() == [0, 1]
     np.testing.assert_allclose(words[2:].view(np.float32), [-7, 4 / 2**0.5 / 2, 5 / 2**0.5 / 2], rtol=1e-6)

@@ -11,7 +11,7 @@ from harness import messages
 from test_convergence import decaying, distance_after_training
 
 import gcjax
-from gcjax import _codec
+from gcjax._sparse import value_codes
 from gcjax.methods import dryden
 
 N = 400_000
@@ -21,10 +21,10 @@ def bits(value):
     return hex(np.float32(value).view(np.uint32))
 
 
-def test_a_message_worked_by_hand(monkeypatch):
+def test_a_message_worked_by_hand():
     # Leaf "a": positives 8, 4, 2, 1, of which half are 8 and 4; the negative is alone. Leaf "b" begins at entry 32.
     g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
-    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g, monkeypatch)
+    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g)
     assert payload[0] == 4
     assert [hex(w) for w in payload[1:5]] == [bits(6.0), "0x0", bits(-0.5), bits(-5.0)]
     assert [hex(w) for w in payload[5:9]] == ["0x1", "0x80000002", "0x4", "0x80000022"]
@@ -33,7 +33,7 @@ def test_a_message_worked_by_hand(monkeypatch):
 
 
 def test_words_of_the_class_mean_code_worked_by_hand():
-    code = _codec.class_mean_code()
+    code = value_codes.class_mean_code()
     words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
     assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
     means = jnp.array([[1.5, 2.5, 3.5], [-4.5, -5.5, -6.5]])

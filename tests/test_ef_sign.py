@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import gcjax
-from gcjax._layout import layout_of
+from gcjax._kernels.buckets import layout_of
 from gcjax.methods import ef_sign
 
 

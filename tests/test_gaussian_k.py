@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 import gcjax
-from gcjax import _bits, _layout
+from gcjax._kernels import bits, buckets
 from gcjax.methods import gaussian_k
 
 
@@ -28,7 +28,7 @@ def once(gradient, capacity=64):
 
 @jax.jit
 def selected(x, threshold, k):
-    return _bits.unpack_mask(gaussian_k._near(x, threshold, k), len(x))
+    return bits.unpack_mask(gaussian_k._near(x, threshold, k), len(x))
 
 
 def listing(x, threshold, k):
@@ -45,12 +45,12 @@ def listing(x, threshold, k):
 
 
 SIZES = (5000, 33, 1)
-BUCKET = _layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZES]).buckets[0]
+BUCKET = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZES]).buckets[0]
 
 
 @jax.jit
 def standard(leaves, quantile):
-    (a,) = _layout.flatten(_layout.layout_of(leaves), leaves)
+    (a,) = buckets.flatten(buckets.layout_of(leaves), leaves)
     return gaussian_k._standard(a, BUCKET, quantile)
 
 

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import gcjax
 from gcjax import gossip
-from gcjax._place import one_worker, with_worker_axis
+from gcjax._core.per_worker import PerWorker
 from gcjax.gossip._graphs import mixing_matrix
 from gcjax.gossip._lattice import scale_for
-from gcjax.gossip._rounds import matchings, rounds
+from gcjax.gossip._matchings import matchings, rounds
 from gcjax.gossip._state import count
 
 KEY = jax.random.key(7)
@@ -496,10 +496,10 @@ def test_params_are_placed_once_for_each_worker():
 
 def test_words_are_counted_beyond_32_bits():
     state = gossip.d_psgd().init(jnp.zeros(2))
-    traffic = one_worker(state.traffic)
+    traffic = state.traffic.unpack()
     for _ in range(3):
         traffic = count(traffic, np.uint32(3_000_000_000), True, False)
-    info = gossip.info(state._replace(traffic=with_worker_axis(traffic, ())))
+    info = gossip.info(state._replace(traffic=PerWorker.pack(traffic, ())))
     assert info.bits.tolist() == [32 * 9_000_000_000]
     assert info.bits_last.tolist() == [32 * 3_000_000_000]
 

@@ -8,7 +8,7 @@ import pytest
 
 from gcjax.gossip import random_regular, spectral_gap
 from gcjax.gossip._graphs import adjacency, check, edges, mixing_matrix, neighbours
-from gcjax.gossip._rounds import matchings, random_matching, rounds
+from gcjax.gossip._matchings import matchings, random_matching, rounds
 
 STAR = [(0, 1), (0, 2), (0, 3), (0, 4)]
 LOLLIPOP = [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5)]

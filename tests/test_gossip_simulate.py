@@ -13,11 +13,11 @@ import gcjax
 from gcjax import gossip
 from gcjax.gossip._graphs import mixing_matrix, neighbours
 from gcjax.gossip._lattice import scale_for
-from gcjax.gossip._rounds import matchings, rounds
-from gcjax.gossip._simulate_clocks import Events, meetings, message_bits
-from gcjax.gossip._simulate_events import MARGIN, pair_state, run_blocking, run_non_blocking, schedule
-from gcjax.gossip._simulate_nodes import make_trainer
-from gcjax.gossip._simulate_rounds import round_state, run_rounds
+from gcjax.gossip._matchings import matchings, rounds
+from gcjax.gossip._simulate.clocks import Events, meetings, message_bits
+from gcjax.gossip._simulate.events import MARGIN, pair_state, run_blocking, run_non_blocking, schedule
+from gcjax.gossip._simulate.nodes import make_trainer
+from gcjax.gossip._simulate.rounds import round_state, run_rounds
 
 KEY = jax.random.key(5)
 LINK = gcjax.Link(1e6, 1e-3, efficiency=1.0)
@@ -299,7 +299,7 @@ def test_a_straggler_holds_up_rounds_and_blocking_pairs_but_nobody_else():
         gaps = np.diff(waited.seconds[(waited.node == k) | (waited.partner == k)])
         assert gaps.min() > 0.00132 - 1e-9
         assert gaps.mean() > 0.02
-    each = 0.01 + LINK.seconds(gcjax._imitate.Message("all_reduce", 4 * SIZE), NODES)
+    each = 0.01 + LINK.seconds(gcjax._comm.simulated.Transfer("all_reduce", 4 * SIZE), NODES)
     assert np.isclose(run(algorithm="allreduce", world=gossip.World(LINK)).seconds[-1], 40 * each)
     curves = run(algorithm="allreduce", world=gossip.World(LINK, (0.05, *[0.01] * 5)))
     assert np.isclose(curves.seconds[-1], 40 * (each + 0.04))
@@ -484,6 +484,6 @@ def test_the_doctest_runs():
     import doctest
     import sys
 
-    result = doctest.testmod(sys.modules["gcjax.gossip._simulate"])
+    result = doctest.testmod(sys.modules["gcjax.gossip._simulate.api"])
     assert result.attempted > 3
     assert not result.failed

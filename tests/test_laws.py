@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Runner, axes_of, compress_state, residuals, sample_gradients, stacked
+from harness import Runner, axes_of, compress_state, limited_buckets, residuals, sample_gradients, stacked
 from rows import RARE, SHAPES, SIZES, methods
 from wire import collectives
 
@@ -285,18 +285,13 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
 
 
 @EVERY_KIND
-def test_a_model_cut_into_several_buckets_in_the_middle_of_leaves_works_alike(row, monkeypatch):
-    import gcjax._layout
-    import gcjax._transform
-
+def test_a_model_cut_into_several_buckets_in_the_middle_of_leaves_works_alike(row):
     gradients, squares = sample_gradients(2, SIZES, 3)
     runs = []
     for limit in (1 << 28, 320) if row.joins else (320,):
-        monkeypatch.setattr(
-            gcjax._transform, "layout_of", lambda tree, limit=limit: gcjax._layout.layout_of(tree, limit)
-        )
-        runner = Runner(row.make("data", **({"capacity": 864} if row.ladder else {})), PARAMS, 2)
-        runs.append([runner.step(inputs(g), inputs(s)) for g, s in zip(gradients, squares, strict=True)])
+        with limited_buckets(limit):
+            runner = Runner(row.make("data", **({"capacity": 864} if row.ladder else {})), PARAMS, 2)
+            runs.append([runner.step(inputs(g), inputs(s)) for g, s in zip(gradients, squares, strict=True)])
     assert len(compress_state(runner.state).buckets.value) == 3
     assert all(np.isfinite(leaf).all() for update in runs[-1] for leaf in update.values())
     if row.conserves:

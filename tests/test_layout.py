@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcjax import _layout
+from gcjax._kernels import buckets
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)
 
@@ -18,12 +18,12 @@ def test_flatten_and_unflatten_are_inverse_for_any_tree_and_bucket_size(shapes, 
     rng = np.random.default_rng(seed)
     dtypes = [np.float32, np.float16, jnp.bfloat16]
     tree = {str(i): jnp.asarray(rng.normal(size=s), dtypes[i % 3]) for i, s in enumerate(shapes)}
-    layout = _layout.layout_of(tree, limit)
-    flat = _layout.flatten(layout, tree)
+    layout = buckets.layout_of(tree, limit)
+    flat = buckets.flatten(layout, tree)
     assert [len(f) for f in flat] == [b.size for b in layout.buckets]
     assert all(b.size <= limit for b in layout.buckets)
     assert sum(b.entries for b in layout.buckets) == sum(x.size for x in tree.values())
-    back = _layout.unflatten(layout, flat)
+    back = buckets.unflatten(layout, flat)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     for name, leaf in tree.items():
         assert back[name].dtype == leaf.dtype
@@ -33,9 +33,9 @@ def test_flatten_and_unflatten_are_inverse_for_any_tree_and_bucket_size(shapes, 
 @settings(deadline=None, max_examples=40)
 @given(SHAPES, st.sampled_from([64, 1 << 28]))
 def test_no_mask_word_belongs_to_two_leaves(shapes, limit):
-    layout = _layout.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], limit)
+    layout = buckets.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], limit)
     for bucket in layout.buckets:
-        owner = bucket.segment_of_word()
+        owner = bucket.leaf_of_word()
         assert len(owner) == bucket.words
         for number, s in enumerate(bucket.segments):
             assert s.offset % 32 == 0
@@ -47,4 +47,4 @@ def test_no_mask_word_belongs_to_two_leaves(shapes, limit):
 def test_a_leaf_that_is_not_real_floating_point_is_named_in_the_error(dtype):
     tree = {"dense": {"kernel": jnp.ones(3), "steps": jnp.zeros(2, dtype)}}
     with pytest.raises(TypeError, match=rf"'steps'.*{dtype}.*optax.partition"):
-        _layout.layout_of(tree)
+        buckets.layout_of(tree)

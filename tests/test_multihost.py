@@ -210,10 +210,10 @@ def peer(port, processes, process):
     found = {}
     for case, (change, _) in CASES.items():
         found[case] = message_of(take_steps, mesh, BASE | (change if process == processes - 1 else {}))[0]
-    asked = sum(gcjax._agree._asked.values())
+    asked = sum(gcjax._training.consistency._asked.values())
     message, state = message_of(take_steps, mesh, BASE)
     found["equal"] = message
-    found["asked"] = sum(gcjax._agree._asked.values()) - asked
+    found["asked"] = sum(gcjax._training.consistency._asked.values()) - asked
     found["w"] = np.asarray(state.params["w"]).tobytes().hex()
     info = gcjax.info(state.opt_state)
     found["info"] = [info.sent.shape, info.residual_norm.shape, info.wire_bytes]
@@ -221,7 +221,7 @@ def peer(port, processes, process):
     found["function"], _ = message_of(gcjax.check_agreement, mesh, options={"f": peer})
     alone = jax.make_mesh((DEVICES,), ("data",), devices=jax.local_devices())
     found["own mesh"], _ = message_of(gcjax.check_agreement, alone, options=process)
-    gcjax._agree.TIMEOUT_SECONDS = 2
+    gcjax._training.consistency.TIMEOUT_SECONDS = 2
     if process:
         found["missing"], _ = message_of(gcjax.check_agreement, mesh)
     return found
@@ -340,7 +340,7 @@ def test_placing_state_exchanges_nothing(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("gcjax._place.jax.jit", spied)
+    monkeypatch.setattr("gcjax._training.sharding.jax.jit", spied)
     gcjax.place(gcjax.variance_compress(axis_name="data").init({"w": jnp.ones((30, 7))}), mesh_of(4))
     assert len(texts) == 1
     assert collectives(texts[0], 4) == []

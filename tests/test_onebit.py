@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from test_convergence import decaying, distance_after_training
 
 import gcjax
-from gcjax._exchange import comm_over
+from gcjax._comm.collectives import comm_for_axes
 from gcjax.methods import onebit
 
 
@@ -45,7 +45,7 @@ def test_the_code_of_two_columns_worked_by_hand():
     columns = np.ones((34, 2), np.float32)
     columns[[1, 33], 0] = [-2.0, -4.0]
     columns[2, 0] = 33.0
-    matrix = onebit._Matrix(np.array([34, 34]), False, comm_over(()))
+    matrix = onebit._Matrix(np.array([34, 34]), False, comm_for_axes(()))
     words, means = matrix.encode(jnp.asarray(columns), matrix.heights)
     assert words.tolist() == [[0b10, 0], [0b10, 0]]
     assert means.tolist() == [[2.0, 1.0], [-3.0, 0.0]]  # (31 + 33) / 32 and -6 / 2; no negative entry: zero
@@ -95,7 +95,7 @@ def test_a_column_costs_its_bits_and_two_floats_each_way():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_more_workers_than_are_unrolled_are_added_in_a_loop(transposed):
     workers, rank, rows = 20, 3, 32
-    comm = dataclasses.replace(comm_over(()), size=workers, rank=lambda: jnp.int32(rank))
+    comm = dataclasses.replace(comm_for_axes(()), size=workers, rank=lambda: jnp.int32(rank))
     matrix = onebit._Matrix(np.full(30, rows), transposed, comm)
     shape = (40, rows) if transposed else (rows, 40)
     blocks = np.random.default_rng(0).normal(size=(workers, *shape)).astype(np.float32)

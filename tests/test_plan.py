@@ -1,5 +1,6 @@
 """The planner: messages as real runs send them, times as calculated by hand, advice that is honest."""
 
+import dataclasses
 import doctest
 import json
 import math
@@ -11,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Runner
+from harness import Runner, limited_buckets
 from rows import SHAPES, methods
 
 import gcjax
-from gcjax import _costs, _exchange, _imitate
-from gcjax._imitate import Message, messages_of, model_of, ring_bytes
-from gcjax._network import as_count, as_link, as_seconds, rate_text
+from gcjax._comm import collectives, simulated
+from gcjax._comm.simulated import Transfer, model_of, ring_bytes, transfers_of
+from gcjax._planner import costs
+from gcjax._planner.network import as_count, as_link, as_seconds, rate_text
 
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 WORKERS = 8
-STANDARD = _costs.standard_methods(0.01)
+STANDARD = costs.standard_methods(0.01)
 COSTS = {name: gcjax.Cost(1e-3, 1e-9, 1e-9) for name in STANDARD} | {"dense float32": gcjax.Cost(1e-3, 1e-9, 0)}
 MAIN = ["variance", "variance (reduce_scatter)", "top_k", "power_sgd rank 2"]
 
@@ -34,7 +36,7 @@ def row_of(plan, method):
     return next(row for row in plan.rows if row.method == method)
 
 
-def real_bytes(row, monkeypatch):
+def real_bytes(row):
     """What the collectives of a real step over 8 workers move, by its largest branch: traced, not run."""
     comms = []
 
@@ -47,21 +49,20 @@ def real_bytes(row, monkeypatch):
             branches.append(branch)
             return branch
 
-        return gcjax._types.dataclasses.replace(comm, metered=metered)
+        return dataclasses.replace(comm, metered=metered)
 
-    real = _exchange.comm_over
-    monkeypatch.setattr(gcjax._transform, "comm_over", lambda *axes: listened(real(*axes)))
     runner = Runner(row.make("data"), PARAMS, WORKERS)
     stacked = {name: np.zeros((WORKERS, *shape), np.float32) for name, shape in SHAPES.items()}
-    jax.eval_shape(runner._step, runner.state, stacked, stacked if row.uses_squares else None)
+    with collectives.replaced_comm(lambda *axes: listened(collectives.mesh_comm(*axes))):
+        jax.eval_shape(runner._step, runner.state, stacked, stacked if row.uses_squares else None)
     comm, branches = comms[-1]
     return comm.bytes_moved() + max((branch.bytes_moved() for branch in branches), default=0)
 
 
 @pytest.mark.parametrize("row", methods(), ids=lambda row: row.name)
-def test_the_messages_are_those_of_a_real_step(row, monkeypatch):
-    messages = messages_of(row.make(None), PARAMS, WORKERS, row.uses_squares)
-    assert sum(ring_bytes(message, WORKERS) for message in messages) == pytest.approx(real_bytes(row, monkeypatch))
+def test_the_messages_are_those_of_a_real_step(row):
+    messages = transfers_of(row.make(None), PARAMS, WORKERS, row.uses_squares)
+    assert sum(ring_bytes(message, WORKERS) for message in messages) == pytest.approx(real_bytes(row))
 
 
 @pytest.mark.parametrize("name", ["variance-overflow", "onebit", "dense-float32", "random_k-entries"])
@@ -71,30 +72,29 @@ def test_the_messages_add_up_to_the_bytes_that_info_reports(name):
     rng = np.random.default_rng(0)
     gradient = {key: rng.normal(size=(WORKERS, *shape)).astype(np.float32) for key, shape in SHAPES.items()}
     runner.step(gradient)
-    messages = messages_of(row.make(None), PARAMS, WORKERS, False)
+    messages = transfers_of(row.make(None), PARAMS, WORKERS, False)
     wire = gcjax.info(runner.state).wire_bytes
     assert sum(ring_bytes(message, WORKERS) for message in messages) == pytest.approx(wire)
 
 
-def test_of_a_ladder_the_largest_capacity_counts_in_every_bucket(monkeypatch):
+def test_of_a_ladder_the_largest_capacity_counts_in_every_bucket():
     tx = gcjax.variance_compress(capacity=(32, 64))
-    once = messages_of(tx, jnp.zeros(1024), 4, True)
-    layout_of = gcjax._transform.layout_of
-    monkeypatch.setattr(gcjax._transform, "layout_of", lambda tree: layout_of(tree, 512))
-    twice = messages_of(tx, jnp.zeros(1024), 4, True)
-    assert [m for m in once if m.kind == "all_gather"] == [Message("all_gather", 4 * (1 + 1 + 64))]
-    assert [m for m in twice if m.kind == "all_gather"] == [Message("all_gather", 4 * (1 + 1 + 64))] * 2
+    once = transfers_of(tx, jnp.zeros(1024), 4, True)
+    with limited_buckets(512):
+        twice = transfers_of(tx, jnp.zeros(1024), 4, True)
+    assert [m for m in once if m.kind == "all_gather"] == [Transfer("all_gather", 4 * (1 + 1 + 64))]
+    assert [m for m in twice if m.kind == "all_gather"] == [Transfer("all_gather", 4 * (1 + 1 + 64))] * 2
 
 
 def test_each_choice_between_exchanges_counts_once():
-    small, large, other = (Message("all_gather", size) for size in (1, 2, 3))
+    small, large, other = (Transfer("all_gather", size) for size in (1, 2, 3))
     record = [other, [small], [large], other, other, [large, [other], [small]]]
-    assert _imitate._with_largest_branches(record, 2) == (other, large, other, other, large, other)
+    assert simulated._with_largest_branches(record, 2) == (other, large, other, other, large, other)
 
 
 def test_outside_of_the_planner_a_transform_without_axes_has_one_worker():
     tx = gcjax.dense_compress()
-    messages_of(tx, jnp.zeros(4), 5, False)
+    transfers_of(tx, jnp.zeros(4), 5, False)
     updates, state = tx.update(jnp.ones(4), tx.init(jnp.ones(4)))
     np.testing.assert_array_equal(updates, 1)
     assert gcjax.info(state).wire_bytes == 0
@@ -106,7 +106,7 @@ def test_an_imitated_step_decodes_the_payloads_of_all_workers():
 
     @jax.jit
     def step(zeros):
-        with _imitate.imitated(3, zeros, []):
+        with simulated.simulated_workers(3, zeros, []):
             return tx.update(gradient, tx.init(gradient))[0]
 
     np.testing.assert_allclose(step(jnp.zeros(3, jnp.int32)), [3, 0, 2, 0], rtol=1e-6)
@@ -142,11 +142,11 @@ SLOW = gcjax.Link(8e6, latency=0.001, efficiency=1.0)
     ],
 )
 def test_times_of_collectives_calculated_by_hand(kind, size, workers, milliseconds):
-    assert 1e3 * SLOW.seconds(Message(kind, size), workers) == pytest.approx(milliseconds)
+    assert 1e3 * SLOW.seconds(Transfer(kind, size), workers) == pytest.approx(milliseconds)
 
 
 def test_headers_take_their_share_of_the_link():
-    assert gcjax.Link(8e6, 0.0).seconds(Message("all_gather", 1000), 2) == pytest.approx(1e-3 * 1514 / 1448)
+    assert gcjax.Link(8e6, 0.0).seconds(Transfer("all_gather", 1000), 2) == pytest.approx(1e-3 * 1514 / 1448)
 
 
 def test_a_dense_step_calculated_by_hand():
@@ -252,8 +252,8 @@ def test_own_methods_are_planned_beside_the_dense_mean():
     assert {row.method for row in found.rows} == {"mine", "dense float32"}
     assert found.setting.parameters == 60_200
     assert row_of(found, "mine").messages[1:] == (
-        Message("all_reduce", 4 * (3 * 300 + 200)),
-        Message("all_reduce", 4 * 3 * 200),
+        Transfer("all_reduce", 4 * (3 * 300 + 200)),
+        Transfer("all_reduce", 4 * 3 * 200),
     )
 
 
@@ -290,7 +290,7 @@ def test_numbers_that_are_none_are_refused():
 
 
 def test_the_docstring_of_plan_runs():
-    result = doctest.testmod(sys.modules["gcjax._plan"])
+    result = doctest.testmod(sys.modules["gcjax._planner.plan"])
     assert result == (0, 4)
 
 
@@ -306,11 +306,11 @@ def test_the_fit_finds_the_cost_behind_exact_timings():
     true = gcjax.Cost(1e-4, 3e-9, 2e-10)
     points = [(n, 10 * n * p, true.fixed + true.per_parameter * n + true.per_byte * 10 * n * p)
               for n in (1e6, 6e6) for p in (2, 8)]  # fmt: skip
-    assert _costs.fit(points) == pytest.approx(true)
+    assert costs.fit(points) == pytest.approx(true)
 
 
 def test_the_fit_has_no_negative_part():
-    cost = _costs.fit([(1e6, 0, 1e-3), (8e6, 0, 9e-3)])  # more than proportional: a constant would be negative
+    cost = costs.fit([(1e6, 0, 1e-3), (8e6, 0, 9e-3)])  # more than proportional: a constant would be negative
     assert min(cost) >= 0
     assert cost.per_parameter == pytest.approx(73 / 65 * 1e-9)
 
@@ -320,7 +320,7 @@ def cache(tmp_path, monkeypatch):
     """The measurements replaced by a counter."""
     measured = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_costs, "measure", lambda method: measured.append(method) or gcjax.Cost(0.0, 1e-9, 0.0))
+    monkeypatch.setattr(costs, "measure", lambda method: measured.append(method) or gcjax.Cost(0.0, 1e-9, 0.0))
     return tmp_path / "gcjax" / "costs.json", measured
 
 
@@ -357,9 +357,9 @@ def test_a_damaged_file_of_costs_is_named(cache, text):
 
 
 def test_a_method_is_measured_on_this_device():
-    cost = _costs.measure(STANDARD["ef_sign"], settings=((5_000, 2), (20_000, 5)))
+    cost = costs.measure(STANDARD["ef_sign"], settings=((5_000, 2), (20_000, 5)))
     assert min(cost) >= 0
-    assert 0 < cost.seconds(20_000, (Message("all_gather", 4_000),), 5) < 1
+    assert 0 < cost.seconds(20_000, (Transfer("all_gather", 4_000),), 5) < 1
 
 
 def command(*arguments, **environment):
@@ -373,7 +373,7 @@ ASKED = ("plan", "--params=25.6M", "--workers=16", "--link=1Gbit", "--step-time=
 def test_the_command_line_prints_the_table_and_draws_the_plot(tmp_path):
     folder = tmp_path / "gcjax"
     folder.mkdir()
-    (folder / "costs.json").write_text(json.dumps({_costs._device(): {name: list(COSTS[name]) for name in STANDARD}}))
+    (folder / "costs.json").write_text(json.dumps({costs._device(): {name: list(COSTS[name]) for name in STANDARD}}))
     plot = tmp_path / "plan.png"
     done = command(*ASKED, f"--plot={plot}", XDG_CACHE_HOME=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")

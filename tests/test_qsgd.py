@@ -7,8 +7,8 @@ import pytest
 from harness import draws, messages
 
 import gcjax
-from gcjax._groups import block_groups
-from gcjax._layout import layout_of
+from gcjax._kernels.buckets import layout_of
+from gcjax._kernels.groups import block_groups
 
 KEY = jax.random.key(3)
 SETTINGS = [(1, "max"), (2, "max"), (4, "max"), (2, "l2"), (4, "l2")]
@@ -18,11 +18,11 @@ def normal(size, seed=0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
-def test_levels_signs_and_norms_stand_where_the_wire_format_says(monkeypatch):
+def test_levels_signs_and_norms_stand_where_the_wire_format_says():
     g = {"a": np.zeros(40, np.float32), "b": np.array([0.0, 7.0], np.float32)}
     g["a"][[0, 1, 3, 31]] = 3.0, -1.0, 2.0, -3.0
     g["a"][[33, 39]] = -6.0, 4.0
-    (words,), _ = messages(gcjax.qsgd_compress(3, 32, key=KEY), g, monkeypatch)
+    (words,), _ = messages(gcjax.qsgd_compress(3, 32, key=KEY), g)
     assert words[:3].view(np.float32).tolist() == [3.0, 6.0, 7.0]  # entries 0 to 31 and 32 to 39 of a, then b
     low, high, sign = words[3:].reshape(3, 32).tolist()
     # Levels of thirds: 3, 1, 2, 3 in the first bucket, 3 and 2 in the second, 3 in that of b, which begins at entry 64.
@@ -74,9 +74,9 @@ def test_a_2_norm_beyond_float32_is_cut_and_one_below_its_square_root_is_not_los
 
 
 @pytest.mark.parametrize("bits", [1, 4, 7])
-def test_the_message_takes_the_bits_of_its_entries_and_a_norm_for_each_bucket_of_a_leaf(bits, monkeypatch):
+def test_the_message_takes_the_bits_of_its_entries_and_a_norm_for_each_bucket_of_a_leaf(bits):
     g = [normal(40), normal(1), normal(100)]  # 2 + 1 + 4 buckets of 32
-    _, info = messages(gcjax.qsgd_compress(bits, 32, key=KEY), g, monkeypatch)
+    _, info = messages(gcjax.qsgd_compress(bits, 32, key=KEY), g)
     assert info.payload_bits == 141 * bits + 7 * 32
 
 
@@ -130,7 +130,7 @@ def test_with_elias_coding_the_message_is_as_long_as_the_papers_code_of_what_is_
 ):
     g = [normal(3000, 1), normal(1, 2), np.zeros(50, np.float32), normal(100, 3) ** 5]
     tx = gcjax.qsgd_compress(bits, bucket_size, norm=norm, encoding="elias", key=KEY)
-    (words,), info = messages(tx, g, monkeypatch)
+    (words,), info = messages(tx, g)
     blocks = [(leaf, begin) for leaf, x in enumerate(g) for begin in range(0, len(x), bucket_size)]
     planes = words[len(blocks) :].reshape(bits, -1).view(np.uint8)
     planes = np.unpackbits(planes, axis=1, bitorder="little").astype(int)

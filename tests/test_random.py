@@ -6,13 +6,13 @@ import numpy as np
 import oracle
 import pytest
 
-from gcjax import _layout, _random
+from gcjax._kernels import buckets, hashing
 
 N = 1 << 20
 
 
 def bits(seed):
-    return np.asarray(_random.hash_bits(jax.random.key(seed), jnp.arange(N)))
+    return np.asarray(hashing.hash_bits(jax.random.key(seed), jnp.arange(N)))
 
 
 def test_every_bit_is_set_half_of_the_time_whatever_the_position():
@@ -31,7 +31,7 @@ def test_two_keys_give_independent_bits(other):
 
 
 def test_uniform_numbers_fill_the_interval_evenly():
-    u = np.asarray(_random.uniform(jax.random.key(4), N))
+    u = np.asarray(hashing.uniform(jax.random.key(4), N))
     assert u.dtype == np.float32
     assert u.min() >= 0
     assert u.max() < 1
@@ -46,9 +46,9 @@ def test_the_bits_equal_the_same_hash_in_numpy():
 
 def test_step_keys_differ_between_steps_workers_and_buckets():
     shapes = [jax.ShapeDtypeStruct((100,), jnp.float32)] * 2
-    one, two = _layout.layout_of(shapes, 128).buckets[:2]
+    one, two = buckets.layout_of(shapes, 128).buckets[:2]
     keys = [
-        _random.step_key(jax.random.key(0), step, bucket, rank)
+        hashing.step_key(jax.random.key(0), step, bucket, rank)
         for step in (0, 1)
         for bucket in (one, two)
         for rank in (None, 0, 1)
@@ -59,7 +59,7 @@ def test_step_keys_differ_between_steps_workers_and_buckets():
 @pytest.mark.parametrize(("size", "count"), [(10, 20), (20, 20), (21, 20), (100_000, 65_536), (10_000_000, 65_536)])
 def test_sample_positions_are_distinct_and_reach_the_end(size, count):
     for step in (0, 1):
-        position = np.asarray(_random.scatter_positions(size, count, step))
+        position = np.asarray(hashing.scatter_positions(size, count, step))
         assert position.shape == (count,)
         assert (np.diff(position) >= (0 if size < count else 1)).all()
         assert position[0] < max(size / count, 1)
@@ -67,5 +67,5 @@ def test_sample_positions_are_distinct_and_reach_the_end(size, count):
 
 
 def test_sample_positions_change_with_the_step():
-    a, b = (np.asarray(_random.scatter_positions(10**6, 1000, step)) for step in (0, 1))
+    a, b = (np.asarray(hashing.scatter_positions(10**6, 1000, step)) for step in (0, 1))
     assert (a != b).mean() > 0.9

@@ -37,7 +37,7 @@ def test_doctests_of_the_methods_run():
     import gcjax.methods
 
     names = [f"gcjax.methods.{found.name}" for found in pkgutil.iter_modules(gcjax.methods.__path__)]
-    for name in [*names, "gcjax._delay"]:
+    for name in [*names, "gcjax._core.delay"]:
         module = importlib.import_module(name)
         result = doctest.testmod(module)
         assert result.attempted > 0

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcjax import _bits, _groups, _layout, _select
+from gcjax._kernels import bits, buckets
+from gcjax._kernels import groups as grouping
+from gcjax._sparse import selection
 
 LARGE = 200_003  # above 2 * SAMPLE, where the search begins with a sample
 
@@ -19,15 +21,15 @@ def numpy_top_k(x, k):
     order = np.lexsort((np.arange(len(x)), -np.abs(x)))[:k]
     mask = np.zeros(len(x), bool)
     mask[order] = True
-    return mask & (np.abs(x) >= _bits.TINY)
+    return mask & (np.abs(x) >= bits.TINY)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def top_k_static(x, k):
-    return _bits.unpack_mask(_select.top_k_words(x, k), len(x))
+    return bits.unpack_mask(selection.top_k_mask(x, k), len(x))
 
 
-top_k_traced = jax.jit(lambda x, k: _bits.unpack_mask(_select.top_k_words(x, k), len(x)))
+top_k_traced = jax.jit(lambda x, k: bits.unpack_mask(selection.top_k_mask(x, k), len(x)))
 
 
 def test_with_few_entries_that_are_not_zero_only_these_are_searched():
@@ -36,7 +38,7 @@ def test_with_few_entries_that_are_not_zero_only_these_are_searched():
     filled = rng.choice(5000, 300, replace=False)
     x[filled] = 2.0 ** rng.integers(-3, 3, 300) * rng.choice([-1, 1], 300)  # ties, as coded values have
     for k in (1, 40, 299, 300, 400):
-        mask = _bits.unpack_mask(_select.top_k_words(jnp.asarray(x), k, filled=320), 5000)
+        mask = bits.unpack_mask(selection.top_k_mask(jnp.asarray(x), k, filled=320), 5000)
         np.testing.assert_array_equal(mask, numpy_top_k(x, k))
 
 
@@ -77,8 +79,8 @@ def test_the_search_from_a_sample_is_exact(kind, k):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def at_most(limit, x, mask):
-    return _bits.unpack_mask(_select.at_most(limit, x, _bits.pack_mask(mask)), len(x))
+def keep_largest(limit, x, mask):
+    return bits.unpack_mask(selection.keep_largest(limit, x, bits.pack_mask(mask)), len(x))
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "mostly zero"])
@@ -89,24 +91,24 @@ def test_of_a_mask_with_more_than_the_limit_the_largest_stay(limit, size, kind):
     share = 0.995 if kind == "normal" else 0.5  # nearly all: the bracket then holds with and without the mask
     x, mask, limit = LARGE_CASES[kind](rng, size), rng.random(size) < share, int(limit * size)
     expected = numpy_top_k(np.where(mask, x, 0), limit)
-    np.testing.assert_array_equal(at_most(limit, x, mask), expected)
-    np.testing.assert_array_equal(at_most(limit, x, expected), expected)
+    np.testing.assert_array_equal(keep_largest(limit, x, mask), expected)
+    np.testing.assert_array_equal(keep_largest(limit, x, expected), expected)
 
 
 def test_a_mask_within_the_limit_stays_whole_and_a_bracket_that_misses_is_not_used(monkeypatch):
     x = np.arange(1, LARGE + 1, dtype=np.float32)
     mask = np.arange(LARGE) % 3 > 0
-    np.testing.assert_array_equal(at_most(LARGE, x, mask), mask)
-    monkeypatch.setattr(_select, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
-    got = jax.jit(lambda x: _bits.unpack_mask(_select.at_most(300, x, _bits.pack_mask(mask)), len(x)))(x)
+    np.testing.assert_array_equal(keep_largest(LARGE, x, mask), mask)
+    monkeypatch.setattr(selection, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
+    got = jax.jit(lambda x: bits.unpack_mask(selection.keep_largest(300, x, bits.pack_mask(mask)), len(x)))(x)
     np.testing.assert_array_equal(got, numpy_top_k(np.where(mask, x, 0), 300))
 
 
 def test_a_bracket_that_misses_falls_back_to_the_whole(monkeypatch):
     """With a sample that sees only small entries."""
-    monkeypatch.setattr(_select, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
+    monkeypatch.setattr(selection, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
     x = np.arange(1, LARGE + 1, dtype=np.float32)
-    got = jax.jit(lambda x: _bits.unpack_mask(_select.top_k_words(x, 300), len(x)))(x)
+    got = jax.jit(lambda x: bits.unpack_mask(selection.top_k_mask(x, 300), len(x)))(x)
     np.testing.assert_array_equal(got, numpy_top_k(x, 300))
 
 
@@ -124,27 +126,29 @@ def _largest_in_loops(jaxpr, inside=False):
 
 
 def test_the_search_from_a_sample_does_not_loop_over_the_whole():
-    jaxpr = jax.make_jaxpr(lambda x: _select.kth_magnitude(x, 2000))(jnp.zeros(LARGE)).jaxpr
+    jaxpr = jax.make_jaxpr(lambda x: selection.kth_magnitude(x, 2000))(jnp.zeros(LARGE)).jaxpr
     (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     whole, few = choice.params["branches"]
     assert _largest_in_loops(whole.jaxpr) >= LARGE
     assert _largest_in_loops(few.jaxpr) < LARGE / 16
-    assert _largest_in_loops(jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn is not choice])) <= 2 * _select.SAMPLE
+    assert (
+        _largest_in_loops(jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn is not choice])) <= 2 * selection.SAMPLE
+    )
 
 
 @pytest.mark.parametrize("sizes", [[1], [32, 64], [90, 1, 33, 65], [5, 2000, 31]])
 def test_group_sums_and_maxima_equal_numpy_on_leaves_and_blocks(sizes):
     rng = np.random.default_rng(sum(sizes))
-    bucket = _layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
+    bucket = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
     leaves = [rng.integers(-9, 10, n).astype(np.float32) for n in sizes]
     flat = np.zeros(bucket.size, np.float32)
     for s, leaf in zip(bucket.segments, leaves, strict=True):
         flat[s.offset : s.offset + s.size] = leaf
     for groups, parts in (
-        (_groups.leaf_groups(bucket), leaves),
-        (_groups.whole_group(bucket), [np.concatenate(leaves)]),
-        (_groups.block_groups(bucket, 32), [leaf[i : i + 32] for leaf in leaves for i in range(0, len(leaf), 32)]),
-        (_groups.block_groups(bucket, 64), [leaf[i : i + 64] for leaf in leaves for i in range(0, len(leaf), 64)]),
+        (grouping.leaf_groups(bucket), leaves),
+        (grouping.whole_group(bucket), [np.concatenate(leaves)]),
+        (grouping.block_groups(bucket, 32), [leaf[i : i + 32] for leaf in leaves for i in range(0, len(leaf), 32)]),
+        (grouping.block_groups(bucket, 64), [leaf[i : i + 64] for leaf in leaves for i in range(0, len(leaf), 64)]),
     ):
         assert len(groups) == len(parts)
         sums, squares = groups.sums(jnp.asarray(flat), jnp.asarray(flat) ** 2)
@@ -153,25 +157,25 @@ def test_group_sums_and_maxima_equal_numpy_on_leaves_and_blocks(sizes):
         np.testing.assert_array_equal(squares, [(p**2).sum() for p in parts])
         np.testing.assert_array_equal(maxima, [np.abs(p).max() for p in parts])
         np.testing.assert_array_equal(groups.counts(), [len(p) for p in parts])
-        spread = np.broadcast_to(groups.spread(jnp.arange(len(parts), dtype=jnp.float32)), bucket.size)
+        spread = np.broadcast_to(groups.per_entry(jnp.arange(len(parts), dtype=jnp.float32)), bucket.size)
         owners = np.concatenate([np.full(len(p), i) for i, p in enumerate(parts)])
-        valid = np.asarray(_bits.unpack_mask(jnp.asarray(bucket.valid_words()), bucket.size))
+        valid = np.asarray(bits.unpack_mask(jnp.asarray(bucket.valid_words()), bucket.size))
         assert valid.sum() == sum(sizes)
         np.testing.assert_array_equal(spread[valid], owners)
 
 
 def test_a_sampled_threshold_lets_the_wanted_share_pass():
-    bucket = _layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets[0]
-    groups = _groups.leaf_groups(bucket)
+    bucket = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets[0]
+    groups = grouping.leaf_groups(bucket)
     rng = np.random.default_rng(0)
     x = rng.normal(size=bucket.size).astype(np.float32) * np.repeat(
         [1, 100, 1], [150_016, 70_016, bucket.size - 220_032]
     )
-    samples = _select.sampled(jnp.asarray(x), groups, 4096, jnp.int32(3))
+    samples = selection.sampled(jnp.asarray(x), groups, 4096, jnp.int32(3))
     assert samples.shape == (3, 4096)
     np.testing.assert_array_equal(samples[2, :10], x[220_032:220_042])  # a small group is taken whole
     assert not np.asarray(samples[2, 10:]).any()
-    threshold = np.asarray(_select.quantile_threshold(samples, jnp.array([4096, 4096, 10]), 0.05))
+    threshold = np.asarray(selection.quantile_threshold(samples, jnp.array([4096, 4096, 10]), 0.05))
     for g, (begin, size) in enumerate([(0, 150_000), (150_016, 70_000)]):
         share = (np.abs(x[begin : begin + size]) >= threshold[g]).mean()
         assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / 4096) ** 0.5)

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 import gcjax
-from gcjax import _bits, _layout
+from gcjax._kernels import bits, buckets
 from gcjax.methods import sidco
 
 N = 400_000
@@ -23,8 +23,8 @@ def update(gradient, density):
 
 @jax.jit
 def selected(x, ratios):
-    bucket = _layout.layout_of(x).buckets[0]
-    return _bits.unpack_mask(sidco._above(x, bucket, ratios), bucket.size)
+    bucket = buckets.layout_of(x).buckets[0]
+    return bits.unpack_mask(sidco._above(x, bucket, ratios), bucket.size)
 
 
 def share(x, density, stages):

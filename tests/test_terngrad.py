@@ -94,16 +94,16 @@ def test_codes_of_all_workers_at_either_end_add_up_without_touching_their_neighb
     np.testing.assert_allclose(runner.step({"x": np.stack([g] * workers)})["x"][0], g, rtol=1e-6)
 
 
-def test_words_that_add_up_hold_0_1_or_2_for_minus_zero_and_plus(monkeypatch):
+def test_words_that_add_up_hold_0_1_or_2_for_minus_zero_and_plus():
     g = np.array([3.0, -3.0, 0.0, 3.0] + [0.0] * 12 + [-3.0], np.float32)
-    (words,), _ = messages(gcjax.terngrad_compress(None, key=KEY), g, monkeypatch)
+    (words,), _ = messages(gcjax.terngrad_compress(None, key=KEY), g)
     zeros = sum(1 << 2 * i for i in range(4, 16))
     assert words.tolist() == [2 << 0 | 0 << 2 | 1 << 4 | 2 << 6 | zeros, 0]
 
 
-def test_gathered_words_are_the_scale_and_the_masks_of_what_is_not_zero_and_of_what_is_negative(monkeypatch):
+def test_gathered_words_are_the_scale_and_the_masks_of_what_is_not_zero_and_of_what_is_negative():
     g = {"a": np.array([3.0, -3.0, 0.0], np.float32), "b": np.array([0.0, -5.0], np.float32)}
-    (words,), _ = messages(gcjax.terngrad_compress(None, aggregate="gather", key=KEY), g, monkeypatch)
+    (words,), _ = messages(gcjax.terngrad_compress(None, aggregate="gather", key=KEY), g)
     assert words[:2].view(np.float32).tolist() == [3.0, 5.0]
     not_zero, negative = words[2:].reshape(2, 32).tolist()
     assert not_zero[:2] == [0b011, 0b10]

@@ -186,7 +186,7 @@ def test_batch_statistics_and_dropout_keys_differ_between_workers_and_steps(accu
     state = step.init(variables["params"], model_state=variables["batch_stats"], key=jax.random.key(1))
     batch = batch_of(32)
     state, first = step(state, batch)
-    mean = np.asarray(jax.tree.leaves(state.model_state.value)[0])
+    mean = np.asarray(jax.tree.leaves(state.model_state.stacked())[0])
     assert mean.shape[0] == 4
     assert len(np.unique(mean[:, 0])) == 4  # each worker's own statistics
     own = batch[0].reshape(4, accumulate, -1, 16)

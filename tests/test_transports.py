@@ -9,9 +9,9 @@ from harness import Runner
 from oracle import quick_bits
 
 import gcjax
-from gcjax._imitate import messages_of, ring_bytes
-from gcjax._owners import _owner_of, _word_of
-from gcjax._sparse import default_capacities
+from gcjax._comm.simulated import ring_bytes, transfers_of
+from gcjax._sparse.exchange import default_capacities
+from gcjax._sparse.reduce_scatter import owner_of, word_of
 
 N = 1 << 14
 PARAMS = {"a": np.zeros(N, np.float32)}
@@ -40,8 +40,8 @@ def test_with_room_for_all_sums_both_transports_give_the_same_bits(workers):
 
 
 def moved(make, workers, transport):
-    """Bytes that one of the workers sends; tests/test_plan.py shows that the imitation tells what real ones do."""
-    messages = messages_of(make(transport), PARAMS, workers, squares=False)
+    """Bytes that one of the workers sends; tests/test_plan.py shows that the simulated_comm tells what real ones do."""
+    messages = transfers_of(make(transport), PARAMS, workers, squares=False)
     return sum(ring_bytes(message, workers) for message in messages)
 
 
@@ -81,12 +81,12 @@ def test_one_worker_sends_nothing_whatever_the_transport():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8, 48])
-def test_every_word_has_one_owner_and_every_owner_one_word_of_each_round(workers):
+def test_every_word_has_one_owner_and_every_owner_oneword_of_each_round(workers):
     rounds = 64
-    word = np.asarray(_word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
+    word = np.asarray(word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
     assert sorted(word.ravel()) == list(range(workers * rounds))
     assert (np.sort(word, axis=0) == np.arange(workers)[:, None] + workers * np.arange(rounds)).all()
-    owner, dealt_in = _owner_of(word, workers)
+    owner, dealt_in = owner_of(word, workers)
     np.testing.assert_array_equal(owner, np.broadcast_to(np.arange(workers)[:, None], word.shape))
     np.testing.assert_array_equal(dealt_in, np.broadcast_to(np.arange(rounds), word.shape))
 
@@ -96,7 +96,7 @@ def test_busy_columns_of_a_matrix_fall_to_all_owners_alike():
     turn = quick_bits(np.uint32(0), np.arange(rounds)) % workers
     for period in (1, 2, 8, 32):  # in rounds: every period-th round's first word is busy
         owners = (0 - turn[::period].astype(int)) % workers
-        ours = np.asarray(_owner_of(np.arange(0, rounds, period) * workers, workers)[0])
+        ours = np.asarray(owner_of(np.arange(0, rounds, period) * workers, workers)[0])
         np.testing.assert_array_equal(ours, owners)
         counts = np.bincount(ours, minlength=workers)
         mean = rounds / period / workers
@@ -119,7 +119,7 @@ def test_what_an_owner_does_not_pass_on_waits_in_its_residual_undivided():
     tx = gcjax.top_k_compress(64 / 128, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(128, np.float32)}, 2)
     g = np.zeros((2, 128), np.float32)
-    owner = np.asarray(_owner_of(np.arange(4), 2)[0]).repeat(32)
+    owner = np.asarray(owner_of(np.arange(4), 2)[0]).repeat(32)
     of_first = np.flatnonzero(owner == 0)
     g[0, of_first[:32]], g[1, of_first[32:]] = 1.0, 2.0
     update = runner.step({"a": g})["a"][0]
@@ -133,7 +133,7 @@ def test_what_comes_back_joins_the_rounding_error_of_the_owners_own_leaf():
     tx = gcjax.variance_compress(1e-6, feedback=True, capacity=64, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(32, np.float32), "b": np.zeros(96, np.float32)}, 2)
     g = np.zeros((2, 128), np.float32)
-    of_first = np.flatnonzero(np.asarray(_owner_of(np.arange(4), 2)[0]).repeat(32) == 0)
+    of_first = np.flatnonzero(np.asarray(owner_of(np.arange(4), 2)[0]).repeat(32) == 0)
     assert of_first[32] >= 32  # its second word lies in the second leaf
     g[1, of_first[:32]], g[0, of_first[32:]] = 6.0, 3.0
     runner.step({"a": g[:, :32], "b": g[:, 32:]})

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gcjax
-from gcjax import _codec
+from gcjax._sparse import value_codes
 
 
 def scale_of_leaf(biased):
@@ -24,7 +24,7 @@ def test_words_of_the_power_of_two_code_worked_by_hand():
     # The leaf's largest is 6.5, so E = 2 and values are 4, 2, 1, ... 1/32 for d = 0, 1, 2, ... 7.
     x = jnp.array([6.5, -4.0, 3.0, 2.9, -0.75, 0.0235, 1.0])
     index = jnp.array([0, 1, 2, 3, 268435455, 7, 16])
-    code = _codec.power_of_two_code()
+    code = value_codes.power_of_two_code()
     words = code.encode(x, index, jnp.full(7, 129, jnp.uint32), None)
     by_hand = [
         0x00000000,  # 6.5 -> nearest 8, cut to 4: d = 0, index 0
@@ -43,7 +43,7 @@ def test_words_of_the_power_of_two_code_worked_by_hand():
 
 
 def test_words_of_the_sign_code_worked_by_hand():
-    code = _codec.sign_code(0.25)
+    code = value_codes.sign_code(0.25)
     words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
     assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
     index, y = code.decode(words, None)
@@ -52,7 +52,7 @@ def test_words_of_the_sign_code_worked_by_hand():
 
 
 def test_words_of_the_level_code_worked_by_hand():
-    code = _codec.level_code()
+    code = value_codes.level_code()
     scale = jax.lax.bitcast_convert_type(jnp.full(3, 7.0), jnp.uint32)  # the leaf's largest is 7: levels are integers
     words = code.encode(jnp.array([7.0, -3.0, 0.0]), jnp.array([1, 2, 3]), scale, jax.random.key(0))
     assert [hex(w) for w in words.tolist()] == ["0x70000001", "0xb0000002", "0x3"]
@@ -61,9 +61,9 @@ def test_words_of_the_level_code_worked_by_hand():
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_float_codes_keep_what_the_format_can_hold(bits):
-    code = _codec.float_code(bits)
+    code = value_codes.float_code(bits)
     x = jnp.array([1e-6, -3.0, 1000.5, 2.0**-3])
-    scale = code.to_scale(jnp.full(4, _codec.float_bits(jnp.float32(1000.5))))
+    scale = code.to_scale(jnp.full(4, value_codes.float_bits(jnp.float32(1000.5))))
     words = code.encode(x, jnp.arange(4), scale, None)
     assert len(words) == 4 * (32 + bits) // 32
     index, y = code.decode(words, lambda index: scale)

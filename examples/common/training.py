@@ -141,7 +141,7 @@ def trained(state):
     """Parameters and the workers' mean of the model state, on the host."""
     averaged = None
     if state.model_state is not None:
-        averaged = jax.tree.map(lambda x: np.asarray(x.mean(axis=0)), state.model_state.value)
+        averaged = jax.tree.map(lambda x: np.asarray(x.mean(axis=0)), state.model_state.stacked())
     return jax.device_get(state.params), averaged
 
 

@@ -4,8 +4,8 @@ from gcjax.gossip._d_psgd import d_psgd
 from gcjax.gossip._graphs import random_regular, spectral_gap
 from gcjax.gossip._local_sgd import local_sgd
 from gcjax.gossip._sgp import sgp
-from gcjax.gossip._simulate import Curves, simulate
-from gcjax.gossip._simulate_clocks import World
+from gcjax.gossip._simulate.api import Curves, simulate
+from gcjax.gossip._simulate.clocks import World
 from gcjax.gossip._state import GossipState, Info, info
 from gcjax.gossip._step import Spread, make_train_step, mean_params, spread, worker_params
 from gcjax.gossip._swarm import swarm_average

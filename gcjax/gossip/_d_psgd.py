@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gcjax._exchange import dense_mean, send
+from gcjax._comm.collectives import dense_mean, send
 from gcjax.gossip import _graphs
-from gcjax.gossip._rhythm import Outcome, Round, exchanging
-from gcjax.gossip._rounds import rounds
+from gcjax.gossip._matchings import rounds
+from gcjax.gossip._periodic import Outcome, Round, exchanging
 
 
 def d_psgd(graph="ring", *, axis_name=None) -> optax.GradientTransformationExtraArgs:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gcjax import _checks
+from gcjax._validation import check_choice, check_integer
 
 NAMES = ("complete", "ring", "torus", "hypercube", "exponential")
 
@@ -22,7 +22,7 @@ Graph = str | Callable[[int], np.ndarray] | list | np.ndarray
 def check(graph: Graph) -> None:
     """Raise what is wrong with a graph whatever the number of workers, as `adjacency` says."""
     if isinstance(graph, str):
-        _checks.choice("graph", graph, NAMES)
+        check_choice("graph", graph, NAMES)
     elif not callable(graph):
         array = _as_array(graph)
         adjacency(graph, len(array) if array.dtype == bool else int(array.max(initial=0)) + 1)
@@ -36,9 +36,9 @@ def adjacency(graph: Graph, n: int) -> np.ndarray:
         neighbour, another number of workers than the array's, or a graph that is not (strongly) connected.
       TypeError: something that is no graph.
     """
-    _checks.integer("workers", n, 1)
+    check_integer("workers", n, 1)
     if isinstance(graph, str):
-        _checks.choice("graph", graph, NAMES)
+        check_choice("graph", graph, NAMES)
         linked = _named(graph, n)
     else:
         linked = _own(graph(n) if callable(graph) else graph, n)
@@ -98,8 +98,8 @@ def random_regular(degree: int, seed: int = 0) -> Callable[[int], np.ndarray]:
 
     Returns a function of the number of nodes, which raises ValueError where there is no such graph.
     """
-    _checks.integer("degree", degree, 1)
-    _checks.integer("seed", seed, 0)
+    check_integer("degree", degree, 1)
+    check_integer("seed", seed, 0)
 
     def draw(n: int) -> np.ndarray:
         if degree >= n or n * degree % 2 or (degree == 1 and n > 2):

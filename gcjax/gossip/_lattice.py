@@ -16,10 +16,10 @@ There is no random rotation: a scale for each entry takes its place.
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax import _checks
-from gcjax._bits import TINY, exponent, magnitude_bits, pack_planes, power_of_two, unpack_planes
-from gcjax._random import quick_bits, uniform
+from gcjax._kernels.bits import TINY, exponent, magnitude_bits, pack_planes, power_of_two, unpack_planes
+from gcjax._kernels.hashing import quick_bits, uniform
 from gcjax._types import Array
+from gcjax._validation import check_integer
 
 _LIMIT = 1 << 30  # integers beyond could leave int32 on the way
 _STRIDE = 0x9E3779B1  # prime, near 2**32 / golden ratio: neighbouring places get distant numbers
@@ -46,7 +46,7 @@ def encode(x: Array, scale, bits: int, key) -> Array:
 
 def encode_points(points: Array, whole: Array, bits: int) -> Array:
     """The words of what `lattice_points` returned."""
-    _checks.integer("bits", bits, 4, 16)
+    check_integer("bits", bits, 4, 16)
     checksum = _checksum(points)
     checksum = jnp.where(whole, checksum, ~checksum)
     return jnp.concatenate([checksum[None], pack_planes(points & ((1 << bits) - 1), bits)])
@@ -63,7 +63,7 @@ def decode(words: Array, reference: Array, scale, bits: int) -> tuple[Array, Arr
     Returns:
       float32[n], and a bool: whether the checksum agrees. If not, the values mean nothing.
     """
-    _checks.integer("bits", bits, 4, 16)
+    check_integer("bits", bits, 4, 16)
     nearest, whole = _as_integers(jnp.round(reference / scale))
     sent = unpack_planes(words[1:], bits, len(reference)).astype(jnp.int32)
     unused = 32 - bits

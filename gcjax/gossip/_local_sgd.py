@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._exchange import dense_mean
-from gcjax._layout import flatten, unflatten
-from gcjax._transform import CompressState
+from gcjax._comm.collectives import dense_mean
+from gcjax._core.transform import CompressState
+from gcjax._kernels.buckets import flatten, unflatten
 from gcjax._types import PyTree
-from gcjax.gossip._rhythm import Outcome, Round, exchanging
+from gcjax.gossip._periodic import Outcome, Round, exchanging
 
 
 class OuterState(NamedTuple):

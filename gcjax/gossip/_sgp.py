@@ -16,12 +16,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._exchange import axis_tuple, send
-from gcjax._place import one_worker, with_worker_axis
-from gcjax._types import PerWorker
+from gcjax._comm.collectives import axis_tuple, send
+from gcjax._core.per_worker import PerWorker
 from gcjax.gossip import _graphs
-from gcjax.gossip._rhythm import Outcome, Round, exchanging
-from gcjax.gossip._rounds import rounds
+from gcjax.gossip._matchings import rounds
+from gcjax.gossip._periodic import Outcome, Round, exchanging
 
 
 def sgp(graph="exponential", *, axis_name=None) -> optax.GradientTransformationExtraArgs:
@@ -62,7 +61,7 @@ def sgp(graph="exponential", *, axis_name=None) -> optax.GradientTransformationE
         plan = rounds(graph, before.workers)
         turn = before.number % len(plan)
         sends = jnp.asarray(plan != np.arange(before.workers))[turn, before.rank]
-        weight = one_worker(method)
+        weight = method.unpack()
         pushed = [weight * z + u for z, u in zip(before.params, before.updates, strict=True)]
         pushed[-1] = jnp.concatenate([pushed[-1], weight[None]])
         kept = [jnp.where(sends, x / 2, x) for x in pushed]
@@ -77,6 +76,6 @@ def sgp(graph="exponential", *, axis_name=None) -> optax.GradientTransformationE
         old = zip(total, before.params, before.updates, strict=True)
         changes = [x / weight - z - u for x, z, u in old]
         words = jnp.where(sends, sum(len(x) for x in kept), 0)
-        return Outcome(changes, with_worker_axis(weight, axes), words, sends, False)
+        return Outcome(changes, PerWorker.pack(weight, axes), words, sends, False)
 
-    return exchanging(lambda params: PerWorker(jnp.ones(1), axes), exchange, 1, axis_name)
+    return exchanging(lambda params: PerWorker.pack(jnp.float32(1), axes), exchange, 1, axis_name)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._info import _parts
-from gcjax._place import one_worker, with_worker_axis
-from gcjax._types import Array, PerWorker, PyTree
+from gcjax._core.info import _parts
+from gcjax._core.per_worker import PerWorker
+from gcjax._types import Array, PyTree
 
 
 class Traffic(NamedTuple):
@@ -91,7 +91,7 @@ def the_gossip_state(opt_state) -> GossipState:
 def no_traffic(axes: tuple[str, ...]) -> PerWorker:
     """Of a worker that has sent nothing yet."""
     none = jnp.int32(0)
-    return with_worker_axis(Traffic(none, none, jnp.uint32(0), jnp.zeros(2, jnp.uint32)), axes)
+    return PerWorker.pack(Traffic(none, none, jnp.uint32(0), jnp.zeros(2, jnp.uint32)), axes)
 
 
 def count(traffic: Traffic, words, took_part, failed) -> Traffic:
@@ -120,7 +120,7 @@ def hold(opt_state: PyTree, axes: tuple[str, ...]) -> PyTree:
         return _is_gossip(node) or isinstance(node, PerWorker)
 
     def own(node):
-        return node if as_it_is(node) else Held(with_worker_axis(node, axes))
+        return node if as_it_is(node) else Held(PerWorker.pack(node, axes))
 
     return jax.tree.map(own, opt_state, is_leaf=as_it_is)
 
@@ -131,7 +131,7 @@ def release(opt_state: PyTree) -> PyTree:
     def is_held(node) -> bool:
         return isinstance(node, Held)
 
-    return jax.tree.map(lambda node: one_worker(node.own) if is_held(node) else node, opt_state, is_leaf=is_held)
+    return jax.tree.map(lambda node: node.own.unpack() if is_held(node) else node, opt_state, is_leaf=is_held)
 
 
 def _is_gossip(node) -> bool:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from gcjax import _checks
-from gcjax._exchange import AxisNames, axis_tuple
-from gcjax._place import one_worker, place, with_worker_axis
-from gcjax._train import TrainState, TrainStep
-from gcjax._train import make_train_step as make_dense_step
-from gcjax._types import Array, PerWorker, PyTree
+from gcjax._comm.collectives import axis_tuple
+from gcjax._core.per_worker import PerWorker
+from gcjax._training.sharding import place
+from gcjax._training.step import TrainState, TrainStep
+from gcjax._training.step import make_train_step as make_dense_step
+from gcjax._types import Array, AxisNames, PyTree
+from gcjax._validation import check_random_key
 from gcjax.gossip._state import hold, release, the_gossip_state
 
 
@@ -33,7 +34,7 @@ def make_train_step(
 
     Returns:
       `step` as of `gcjax.make_train_step`: `step.init(params)` gives all workers the same parameters, and
-      `state.params` is a `PerWorker` of leaves (workers, ...). `mean_params(state.params)` is the model to evaluate.
+      `state.params` is a `PerWorker`. `mean_params(state.params)` is the model to evaluate.
 
     Raises:
       As `gcjax.make_train_step`; ValueError (from `init`) for a chain without a gossip transform, or with one over
@@ -50,7 +51,7 @@ class GossipStep(TrainStep):
     def init(self, params: PyTree, *, model_state: PyTree = None, key: Array | None = None) -> TrainState:
         """The state before the first step, on the mesh; the arguments stay valid."""
         if key is not None:
-            _checks.random_key("key", key)
+            check_random_key("key", key)
         opt_state = self._tx.init(params)
         named = the_gossip_state(opt_state).traffic.axes
         if named != self._axes:
@@ -58,15 +59,15 @@ class GossipStep(TrainStep):
                 f"the step's workers are along {self._axes}, but the gossip transform names {named}; give it "
                 "the same axis_name"
             )
-        own = with_worker_axis(params, self._axes)
-        held = None if model_state is None else with_worker_axis(model_state, self._axes)
+        own = PerWorker.pack(params, self._axes)
+        held = None if model_state is None else PerWorker.pack(model_state, self._axes)
         state = TrainState(jnp.int32(0), own, hold(opt_state, self._axes), held, key)
         return place(state, self._mesh)
 
     def _local_step(self, state: TrainState, batch):
-        own = state._replace(params=one_worker(state.params), opt_state=release(state.opt_state))
+        own = state._replace(params=state.params.unpack(), opt_state=release(state.opt_state))
         new, metrics = super()._local_step(own, batch)
-        params = with_worker_axis(new.params, self._axes)
+        params = PerWorker.pack(new.params, self._axes)
         return new._replace(params=params, opt_state=hold(new.opt_state, self._axes)), metrics
 
 
@@ -75,7 +76,8 @@ def worker_params(params: PyTree, mesh: jax.sharding.Mesh, axis_name: AxisNames)
 
     For training loops written by hand: `in_specs=P(axis_name)`, and inside `jax.shard_map` every leaf is (1, *shape).
     """
-    return place(with_worker_axis(params, axis_tuple(axis_name)), mesh).value
+    one_each = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
+    return place(PerWorker.pack(one_each, axis_tuple(axis_name)), mesh).value
 
 
 def mean_params(params: PyTree, weights=None) -> PyTree:
@@ -101,7 +103,7 @@ def spread(params: PyTree) -> Spread:
 
 
 def _stacked(params):
-    return params.value if isinstance(params, PerWorker) else params
+    return params.stacked() if isinstance(params, PerWorker) else params
 
 
 @jax.jit

@@ -21,15 +21,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._exchange import anywhere, send
-from gcjax._groups import leaf_groups
-from gcjax._layout import layout_of
-from gcjax._random import step_key
+from gcjax._comm.collectives import pmax_if_axes, send
+from gcjax._kernels.buckets import layout_of
+from gcjax._kernels.groups import leaf_groups
+from gcjax._kernels.hashing import step_key
+from gcjax._validation import check_integer, check_random_key
 from gcjax.gossip import _graphs
 from gcjax.gossip._lattice import decode, encode_points, lattice_points, margin, scale_for
-from gcjax.gossip._rhythm import Outcome, Round, exchanging
-from gcjax.gossip._rounds import matchings
+from gcjax.gossip._matchings import matchings
+from gcjax.gossip._periodic import Outcome, Round, exchanging
 
 _SLACK = 2.0  # margin over the largest distance seen, before the scale is rounded up to a power of two
 _DECAY = 0.8  # of the distance remembered, per exchange
@@ -83,10 +83,10 @@ def swarm_average(
     >>> tx.update(params, tx.init(params), params)[0].tolist()
     [-0.5, -0.5, -0.5]
     """
-    _checks.random_key("key", key)
+    check_random_key("key", key)
     _graphs.check(graph)
     if bits is not None:
-        _checks.integer("bits", bits, 4, 16)
+        check_integer("bits", bits, 4, 16)
 
     def init_method(params):
         """The margins wanted, float32 per leaf of each bucket; 0 as long as no distance is known."""
@@ -129,7 +129,7 @@ def _on_lattice(before: Round, models, paired, swap, reaches, bits: int, key) ->
     models = lax.optimization_barrier(models)
     buckets = before.layout.buckets
     groups = [leaf_groups(bucket) for bucket in buckets]
-    scales = [g.spread(scale_for(reach, bits)) for g, reach in zip(groups, reaches, strict=True)]
+    scales = [g.per_entry(scale_for(reach, bits)) for g, reach in zip(groups, reaches, strict=True)]
     keys = [step_key(key, before.number, bucket) for bucket in buckets]
     points = [lattice_points(x, s, k) for x, s, k in zip(models, scales, keys, strict=True)]
     payloads = [encode_points(*p, bits) for p in points]
@@ -145,12 +145,12 @@ def _on_lattice(before: Round, models, paired, swap, reaches, bits: int, key) ->
         return jnp.concatenate([jnp.where(jnp.isfinite(r), r, 0) for r in reach])
 
     failed = paired & ~jnp.all(jnp.stack([ok for _, ok in theirs]))
-    agreed = anywhere(jnp.concatenate([failed.astype(jnp.float32)[None], wanted(distances)]), before.axes)
+    agreed = pmax_if_axes(jnp.concatenate([failed.astype(jnp.float32)[None], wanted(distances)]), before.axes)
     failed = agreed[0] > 0
 
     def repeat(_):
         distances = [x - y for x, y in zip(swap(models), models, strict=True)]
-        return [_half(d, paired) for d in distances], anywhere(wanted(distances), before.axes)
+        return [_half(d, paired) for d in distances], pmax_if_axes(wanted(distances), before.axes)
 
     def keep(_):
         return [_half(d, paired) for d in distances], agreed[1:]

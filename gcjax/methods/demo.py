@@ -28,12 +28,21 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._bits import bits_float, float_bits, pack_uint, packed_size, unpack_uint
-from gcjax._compat import zeros
-from gcjax._layout import Bucket, Segment
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor, sent_whole
+from gcjax._jax_compat import zeros
+from gcjax._kernels.bits import packed_size
+from gcjax._types import Array
+from gcjax._validation import check_integer, check_number
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    Segment,
+    bits_float,
+    compress,
+    dense_report,
+    float_bits,
+    pack_uint,
+    unpack_uint,
+)
 
 INDEX_BITS = 16
 RUN = 16  # the largest of each so many neighbours are found first: a third of the time of one search in the chunk
@@ -114,31 +123,33 @@ def demo_compress(
     >>> print(jnp.round(first, 3), jnp.round(second, 3))
     [2. 2.] [ 1. -1.]
     """
-    _checks.integer("top_k", top_k, 1)
-    _checks.integer("chunk", chunk, 1, 1 << INDEX_BITS // 2)
-    _checks.number("decay", decay, 0.0, 1.0, low_included=True)
+    check_integer("top_k", top_k, 1)
+    check_integer("chunk", chunk, 1, 1 << INDEX_BITS // 2)
+    check_number("decay", decay, 0.0, 1.0, low_included=True)
 
     def init(bucket: Bucket) -> DemoState:
         return DemoState(tuple(jnp.zeros(shape).reshape(-1) for shape in _shapes(bucket, chunk)), chunk, bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
         shapes = _shapes(bucket, chunk)
         taken = _coefficients(gradient, bucket, chunk)
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
-        delta = [jnp.where(ok, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)]
+        delta = [
+            jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)
+        ]
         places = [_largest(x.reshape(shape), top_k) for x, shape in zip(delta, shapes, strict=True)]
         at = _positions(places, shapes)
         values = [x[positions] for x, positions in zip(delta, at, strict=True)]
         index = jnp.concatenate([jnp.ravel(place) for place in places])
         payload = jnp.concatenate([pack_uint(index, INDEX_BITS), float_bits(jnp.concatenate(values))])
-        mean = _mean(comm.gather(payload), [place.shape for place in places], shapes, ok)
+        mean = _mean(comm.gather(payload), [place.shape for place in places], shapes, all_finite)
         kept = tuple(
-            x.at[positions].set(jnp.where(ok, 0, value), unique_indices=True)
+            x.at[positions].set(jnp.where(all_finite, 0, value), unique_indices=True)
             for x, positions, value in zip(delta, at, values, strict=True)
         )
-        sent = sent_whole(len(index), (INDEX_BITS + 32) * len(index))
+        sent = dense_report(len(index), (INDEX_BITS + 32) * len(index))
         return _entries(mean, bucket, chunk), DemoState(kept, chunk, bucket), sent
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
@@ -170,8 +181,8 @@ def _positions(places, shapes) -> list[Array]:
     ]
 
 
-def _mean(payloads, sent_shapes, shapes, ok) -> Sequence[Array]:
-    """The mean of the workers' coefficients, NaN unless `ok`; workers are added in the order of their numbers."""
+def _mean(payloads, sent_shapes, shapes, all_finite) -> Sequence[Array]:
+    """The mean of the workers' coefficients, added in the order of their numbers; NaN unless `all_finite`."""
     counts = [math.prod(shape) for shape in sent_shapes]
     bounds = np.cumsum(counts)[:-1]
     words = packed_size(sum(counts), INDEX_BITS)
@@ -186,7 +197,7 @@ def _mean(payloads, sent_shapes, shapes, ok) -> Sequence[Array]:
             for x, positions, value in zip(mean, _positions(places, shapes), values, strict=True)
         ]
 
-    start = [zeros(math.prod(shape), jnp.float32, payloads) + jnp.where(ok, 0.0, jnp.nan) for shape in shapes]
+    start = [zeros(math.prod(shape), jnp.float32, payloads) + jnp.where(all_finite, 0.0, jnp.nan) for shape in shapes]
     return lax.fori_loop(0, len(payloads), add, start)
 
 

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._feedback import gather_mean
-from gcjax._layout import Bucket
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor, sent_whole
+from gcjax._types import Array
+from gcjax._validation import check_choice
+from gcjax.extend import Bucket, Compressor, compress, dense_report, gather_mean
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,19 +50,23 @@ def dense_compress(dtype="float32", *, axis_name=None, inner_axis_name=None) -> 
     [1. 2.]
     """
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    _checks.choice("dtype", name, DTYPES)
+    check_choice("dtype", name, DTYPES)
 
     def widen(bits):
         return jax.lax.bitcast_convert_type(bits, jnp.dtype(name)).astype(jnp.float32)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         if name == "float32":
             mean = comm.mean(gradient)
         else:
             sent = jax.lax.bitcast_convert_type(gradient.astype(name), jnp.uint16)
-            mean = gather_mean(sent, widen, state.bucket.size, comm, ok)
+            mean = gather_mean(sent, widen, state.bucket.size, comm, all_finite)
         entries = state.bucket.entries
-        return jnp.where(ok, mean, jnp.nan), state, sent_whole(entries, entries * (32 if name == "float32" else 16))
+        return (
+            jnp.where(all_finite, mean, jnp.nan),
+            state,
+            dense_report(entries, entries * (32 if name == "float32" else 16)),
+        )
 
     return compress(Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

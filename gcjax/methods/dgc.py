@@ -15,58 +15,43 @@ paper's run-length code of the indices has no static size; plain indices are sen
 clipping is that of each such part. (6) Zeros are not sent.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import unpack_mask
-from gcjax._codec import float_code
-from gcjax._groups import whole_group
-from gcjax._layout import Bucket, Segment
-from gcjax._owners import take_back
-from gcjax._select import entries_for, top_k_words
-from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor
+from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._validation import check_flag, check_integer, check_number
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    Message,
+    Segment,
+    SparseState,
+    capacities_for,
+    check_capacity,
+    check_transport,
+    compress,
+    count_for_density,
+    exchange,
+    float_code,
+    top_k_mask,
+    whole_group,
+)
 
 WARMUP = tuple(4.0**-i for i in range(1, 15))  # densities of its stages, down to one entry of the largest bucket
 PROBED_STEPS = (0, *(1 << k for k in range(21)))  # where a schedule is read at construction
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DGCState:
-    """State of one worker and bucket of n entries.
+def _masking_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+    """v <- 0, u <- 0."""
+    return 0, 0
 
-    momentum: float32[n], u, of this worker's gradient since the entry was last sent; without end in the small leaves.
-    velocity: float32[n], v, the sum of all u since the entry was last sent; 0 in the small leaves.
-    reset: uint32[words_for(n)], packed mask of the entries of v, and with masking of u, to set to zero before the next
-      gradient is added.
-    first: int32, where owners' queues begin next.  step: int32, updates done.  masking, bucket: static.
-    """
 
-    momentum: Array
-    velocity: Array
-    reset: Array
-    first: Array
-    step: Array
-    masking: bool = dataclasses.field(metadata={"static": True})
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    def after_reset(self) -> tuple[Array, Array]:
-        """u and v as they stand between two updates."""
-        sent = unpack_mask(self.reset, self.bucket.size)
-        u = jnp.where(sent, 0, self.momentum) if self.masking else self.momentum
-        return u, jnp.where(sent, 0, self.velocity)
-
-    @property
-    def residual(self) -> Array:
-        """float32[n], the velocity that has not been sent."""
-        return self.after_reset()[1]
+def _velocity_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+    """v <- 0; u goes on."""
+    return 0, values[1]
 
 
 def dgc_compress(
@@ -141,87 +126,70 @@ def dgc_compress(
     >>> print(first, second)
     [4. 0.] [0. 5.]
     """
-    _checks.number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
-    _checks.flag("nesterov", nesterov)
-    _checks.flag("masking", masking)
-    _checks.integer("dense_below", dense_below, 0)
+    check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
+    check_flag("nesterov", nesterov)
+    check_flag("masking", masking)
+    check_integer("dense_below", dense_below, 0)
     if clip_norm is not None:
-        _checks.number("clip_norm", clip_norm, 0.0)
+        check_number("clip_norm", clip_norm, 0.0)
     check_capacity(capacity)
     check_transport(transport)
-    densities, k_at = _plan(density, warmup_steps)
-    code = float_code(32)
+    densities, k_at = _density_schedule(density, warmup_steps)
+    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
+    reset = _masking_reset if masking else _velocity_reset
 
-    def init(bucket: Bucket) -> DGCState:
-        return DGCState(
-            momentum=jnp.zeros(bucket.size),
-            velocity=jnp.zeros(bucket.size),
-            reset=jnp.zeros(bucket.words, jnp.uint32),
-            first=jnp.int32(0),
-            step=jnp.int32(0),
-            masking=masking,
-            bucket=bucket,
-        )
+    def init(bucket: Bucket) -> SparseState:
+        return SparseState.create(bucket, reset=reset, transport=transport, arrays=2)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
         small = [s for s in bucket.segments if s.size < dense_below]
         g = gradient if clip_norm is None else _clipped(gradient, clip_norm / math.sqrt(comm.size), bucket)
-        u, v = state.after_reset()
-        # Chosen entry by entry: a conditional around the whole step would make XLA copy the state. What follows uses
-        # nothing but the chosen u, which is then computed once, in the old one's buffer.
-        u = jnp.where(ok, momentum * (u + g) if nesterov else momentum * u + g, state.momentum)
+        old_v, old_u = state.accumulated
+        v, u = state.settled()
+        # What follows uses nothing but the chosen u, which is then computed once, in the old one's buffer.
+        u = jnp.where(all_finite, momentum * (u + g) if nesterov else momentum * u + g, old_u)
         added = u + g if nesterov else u
-        v = _emptied(jnp.where(ok, v + added, state.velocity), small)
+        v = _emptied(jnp.where(all_finite, v + added, old_v), small)
+
         dense = sum(s.size for s in small)
         entries = max(bucket.entries - dense, 1)
-        fitting = tuple(math.ceil(share * entries) for share in densities)
-        slots = capacities_for(fitting if capacity is None else capacity, bucket)
-        words, no_scale = top_k_words(v, k_at(state.step, entries)), jnp.zeros(0, jnp.uint32)
-        out = exchange(v, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
-        mean = out.mean
+        slots = tuple(math.ceil(share * entries) for share in densities) if capacity is None else capacity
+        mask = top_k_mask(v, k_at(state.step, entries))
+        message = Message(v, mask, code, no_scales, bucket, capacities_for(slots))
+        exchanged = exchange(message, state.transport, comm, all_finite)
+        mean, report = exchanged.mean, exchanged.report
         if small:
-            mean = _joined(mean, jnp.where(ok, comm.mean(_take(added, small)), jnp.nan), small)
-        reset = jnp.where(ok, out.words, state.reset)
-        reset, (v, u) = take_back(out.returned, reset, (v, u), lambda word, v, u: (0, 0 if masking else u))
-        new = DGCState(
-            momentum=u,
-            velocity=v,
-            reset=reset,
-            first=jnp.where(ok, out.first, state.first),
-            step=state.step + ok,
-            masking=masking,
-            bucket=bucket,
-        )
-        sent = out.sent._replace(
-            selected=out.sent.selected + dense,
-            sent=out.sent.sent + dense,
-            capacity=out.sent.capacity + dense,
-            payload_bits=out.sent.payload_bits + 32 * dense,
-        )
-        return mean, new, sent
+            mean = _joined(mean, jnp.where(all_finite, comm.mean(_take(added, small)), jnp.nan), small)
+            report = report._replace(
+                selected=report.selected + dense,
+                sent=report.sent + dense,
+                capacity=report.capacity + dense,
+                payload_bits=report.payload_bits + 32 * dense,
+            )
+        return mean, state.after(exchanged, (v, u), all_finite), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _plan(density, warmup_steps: int):
+def _density_schedule(density, warmup_steps: int):
     """(densities that the payloads are made for, k_at), with k_at(step, entries) -> k of that step."""
-    _checks.integer("warmup_steps", warmup_steps, 0)
+    check_integer("warmup_steps", warmup_steps, 0)
     if callable(density):
         if warmup_steps:
             raise ValueError(f"a density that is a function brings its own warm-up: got warmup_steps={warmup_steps!r}")
-        return _probed(density), lambda step, entries: entries_for(jnp.float32(density(step)), entries)
+        return _probed(density), lambda step, entries: count_for_density(jnp.float32(density(step)), entries)
     if isinstance(density, jax.core.Tracer):
         raise TypeError(f"density sets the size of the payload and cannot be traced, got {density}; give a function")
-    _checks.number("density", density, 0.0, 1.0)
+    check_number("density", density, 0.0, 1.0)
     stages = [*(share for share in WARMUP if share > density and warmup_steps), float(density)]
     if len(stages) == 1:
-        return stages, lambda step, entries: entries_for(stages[0], entries)
+        return stages, lambda step, entries: count_for_density(stages[0], entries)
 
     def k_at(step, entries):
         stage = jnp.minimum(step, warmup_steps) * (len(stages) - 1) // warmup_steps
-        return jnp.asarray([entries_for(share, entries) for share in stages], jnp.int32)[stage]
+        return jnp.asarray([count_for_density(share, entries) for share in stages], jnp.int32)[stage]
 
     return stages, k_at
 
@@ -231,7 +199,7 @@ def _probed(schedule) -> list[float]:
     with jax.ensure_compile_time_eval():
         values = {step: schedule(step) for step in PROBED_STEPS}
     for step, value in values.items():
-        _checks.number(f"density({step})", value, 0.0, 1.0)
+        check_number(f"density({step})", value, 0.0, 1.0)
     shares = sorted(map(float, values.values()))
     kept = shares[:1]
     for share in shares:

@@ -25,13 +25,22 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._bits import LANES, bits_float, float_bits, pack_planes, to_unit, unpack_mask, unpack_planes, words_for
-from gcjax._feedback import gather_codec
-from gcjax._groups import Groups
-from gcjax._layout import Bucket, Segment, join
-from gcjax._random import hash_words, seed_words
-from gcjax._transform import compress
+from gcjax._kernels.bits import LANES, to_unit, words_for
+from gcjax._kernels.buckets import join
+from gcjax._kernels.hashing import hash_words, seed_words
+from gcjax._validation import check_choice, check_flag, check_integer, check_random_key
+from gcjax.extend import (
+    Bucket,
+    Groups,
+    Segment,
+    bits_float,
+    compress,
+    float_bits,
+    gather_codec,
+    pack_planes,
+    unpack_mask,
+    unpack_planes,
+)
 
 BLOCKS = (256, 1024, 4096, 16384)  # blocks of 64 had ten times the bias of 256
 
@@ -95,10 +104,10 @@ def drive_compress(
     >>> print(update[:4])
     [0. 3. 0. 0.]
     """
-    _checks.integer("bits", bits, 1, max(LEVELS))
-    _checks.choice("block", block, BLOCKS)
-    _checks.flag("feedback", feedback)
-    _checks.random_key("key", key)
+    check_integer("bits", bits, 1, max(LEVELS))
+    check_choice("block", block, BLOCKS)
+    check_flag("feedback", feedback)
+    check_random_key("key", key)
 
     def encode(x, bucket: Bucket, key):
         words = seed_words(key)
@@ -141,9 +150,9 @@ def _encode_blocks(x, d: int, bits: int, feedback: bool):
         return x, jnp.zeros(0, jnp.uint32)
     blocks, levels = _blocks(len(x) // d, d), LEVELS[bits]
     unit = to_unit(*blocks.maxima(jnp.abs(x)))  # keeps squares in float32's range
-    z = _hadamard(x * blocks.spread(unit), d)
+    z = _hadamard(x * blocks.per_entry(unit), d)
     (energy,) = blocks.sums(z * z)
-    level = _nearest(jnp.abs(z), blocks.spread(jnp.sqrt(energy / d)), levels)
+    level = _nearest(jnp.abs(z), blocks.per_entry(jnp.sqrt(energy / d)), levels)
     q = _look_up(level, levels)
     product, own = blocks.sums(jnp.abs(z) * q, q * q)
     # z is sqrt(d) Rx in these units, and what the decoder applies is sqrt(d) times the inverse of R.
@@ -157,7 +166,7 @@ def _decode_blocks(scale, planes, d: int, bits: int):
     blocks, sign = _blocks(len(scale), d), 1 << (bits - 1)
     code = unpack_planes(planes, bits, blocks.size)
     q = _look_up(code & (sign - 1), LEVELS[bits])
-    return _hadamard(jnp.where(code & sign != 0, -q, q), d) * blocks.spread(scale)
+    return _hadamard(jnp.where(code & sign != 0, -q, q), d) * blocks.per_entry(scale)
 
 
 def _blocks(count: int, d: int) -> Groups:

@@ -19,15 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gcjax import _checks
-from gcjax._bits import pack_mask
-from gcjax._feedback import sparse_method
-from gcjax._groups import leaf_groups
-from gcjax._layout import Bucket
-from gcjax._random import scatter_positions
-from gcjax._select import SAMPLE, entries_for, quantile_threshold, sampled
-from gcjax._sparse import capacities_for, check_capacity
-from gcjax._transform import compress
+from gcjax._kernels.hashing import scatter_positions
+from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
+from gcjax._validation import check_flag, check_number
+from gcjax.extend import (
+    Bucket,
+    check_capacity,
+    compress,
+    count_for_density,
+    leaf_groups,
+    pack_mask,
+    sparse_method,
+)
 
 LEAF_SAMPLE = 1 << 12  # entries looked at in each leaf, at least
 RUNGS = (0.5, 1.25, 2.0)  # default capacities, as shares of the wanted count
@@ -85,21 +88,21 @@ def drop_compress(
     >>> print(first, second)
     [3. 0. 0. 0.] [0. 0. 4. 0.]
     """
-    _checks.number("density", density, 0.0, 1.0)
-    _checks.flag("layer_wise", layer_wise)
+    check_number("density", density, 0.0, 1.0)
+    check_flag("layer_wise", layer_wise)
     check_capacity(capacity)
 
     def select(a, step, bucket):
         return pack_mask(jnp.abs(a) >= (_of_leaves if layer_wise else _of_all)(a, step, bucket, density))
 
-    def capacities(bucket):
-        wanted = entries_for(density, bucket.entries)
+    def slots(bucket):
+        wanted = count_for_density(density, bucket.entries)
         if layer_wise:
             wanted = sum(math.ceil(density * s.size) for s in bucket.segments)
         around = tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
-        return capacities_for(around if capacity is None else capacity, bucket)
+        return around if capacity is None else capacity
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _of_all(a, step, bucket: Bucket, density):
@@ -114,4 +117,4 @@ def _of_leaves(a, step, bucket: Bucket, density):
     groups = leaf_groups(bucket)
     samples = sampled(a, groups, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
     counts = np.minimum(groups.sizes, samples.shape[1])
-    return groups.spread(quantile_threshold(samples, counts, density))
+    return groups.per_entry(quantile_threshold(samples, counts, density))

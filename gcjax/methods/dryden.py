@@ -13,53 +13,41 @@ gets every message as it is. (3) What exceeds the largest capacity stays in the 
 all that was selected.
 """
 
-import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import float_bits, pack_planes, to_unit, unpack_mask
-from gcjax._codec import class_mean_code
-from gcjax._groups import Groups, leaf_groups
-from gcjax._layout import Bucket
-from gcjax._owners import take_back
-from gcjax._select import SAMPLE, entries_for, quantile_threshold, sampled
-from gcjax._sparse import capacities_for, check_capacity, check_transport, exchange
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor
+from gcjax._kernels.bits import to_unit
+from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
+from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._validation import check_number
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    Groups,
+    Message,
+    SparseState,
+    capacities_for,
+    check_capacity,
+    check_transport,
+    class_mean_code,
+    compress,
+    count_for_density,
+    exchange,
+    float_bits,
+    leaf_groups,
+    pack_planes,
+)
 
 LEAF_SAMPLE = 1 << 12  # entries looked at in each leaf, at least
 RUNGS = (0.25, 0.5, 1.0, 1.25, 1.5, 2.0)  # default capacities, as shares of the wanted count
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DrydenState:
-    """State of one worker and bucket of n entries in g leaves.
-
-    accumulated: float32[n], the gradient taken in and not yet sent, but for what `reset` still takes off.
-    reset: uint32[words_for(n)], packed mask of the entries from which their class mean is taken before the next
-      gradient is added, which saves a pass.
-    means: float32[2 * g], those of the last payload: of the leaves' positive classes, then of the negative ones.
-    first: int32, where owners' queues begin next.  step: int32, updates done.  bucket: static.
-    """
-
-    accumulated: Array
-    reset: Array
-    means: Array
-    first: Array
-    step: Array
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    @property
-    def residual(self) -> Array:
-        """float32[n], what this worker has taken in and not yet sent, the rounding errors included."""
-        a = self.accumulated
-        plus, minus = _spread(leaf_groups(self.bucket), self.means)
-        return jnp.where(unpack_mask(self.reset, self.bucket.size), a - jnp.where(a < 0, minus, plus), a)
+def _reset(values: tuple[Array, ...], means: PyTree) -> tuple[ArrayLike, ...]:
+    """e <- a - the mean of its class."""
+    (a,), (plus, minus) = values, means
+    return (a - jnp.where(a < 0, minus, plus),)
 
 
 def dryden_compress(
@@ -105,51 +93,31 @@ def dryden_compress(
     >>> print(first, second)
     [ 0.  4.  4.  0. -6.] [ 1.3333334  1.3333334 -1.         1.3333334  0.       ]
     """
-    _checks.number("density", density, 0.0, 1.0)
+    check_number("density", density, 0.0, 1.0)
     check_capacity(capacity)
     check_transport(transport)
     code = class_mean_code()
 
-    def init(bucket: Bucket) -> DrydenState:
-        return DrydenState(
-            accumulated=jnp.zeros(bucket.size),
-            reset=jnp.zeros(bucket.words, jnp.uint32),
-            means=jnp.zeros(2 * len(bucket.segments)),
-            first=jnp.int32(0),
-            step=jnp.int32(0),
-            bucket=bucket,
-        )
+    def init(bucket: Bucket) -> SparseState:
+        no_means = (jnp.zeros(len(bucket.segments)),) * 2
+        return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=no_means)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
-        a = jnp.where(ok, state.residual + gradient, state.accumulated)
-        words, means = _select(a, density, leaf_groups(bucket), state.step)
-        slots = capacities_for(_ladder(density, bucket) if capacity is None else capacity, bucket)
-        leaf = jnp.asarray(bucket.segment_of_word())
-        out = exchange(a, words, state.first, float_bits(means), leaf, code, slots, comm, ok, transport=transport)
-        means = jnp.where(ok, means, state.means)
-
-        def left(word, a):
-            return (a - means[leaf[word] + jnp.where(a < 0, len(bucket.segments), 0)],)
-
-        reset, (a,) = take_back(out.returned, jnp.where(ok, out.words, state.reset), (a,), left)
-        new = DrydenState(
-            accumulated=a,
-            reset=reset,
-            means=means,
-            first=jnp.where(ok, out.first, state.first),
-            step=state.step + ok,
-            bucket=bucket,
-        )
-        return out.mean, new, out.sent
+        (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
+        mask, means = _select(a, density, leaf_groups(bucket), state.step)
+        slots = capacities_for(_wanted_slots(density, bucket) if capacity is None else capacity)
+        message = Message(a, mask, code, float_bits(means), bucket, slots)
+        exchanged = exchange(message, state.transport, comm, all_finite)
+        new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
+        return exchanged.mean, new, exchanged.report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _ladder(density, bucket: Bucket) -> tuple[int, ...]:
-    wanted = entries_for(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
+def _wanted_slots(density, bucket: Bucket) -> tuple[int, ...]:
+    wanted = count_for_density(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
     return tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
 
 
@@ -170,4 +138,4 @@ def _select(a, density, groups: Groups, step):
 
 def _spread(groups: Groups, values):
     """[2 * groups] -> each entry's value of the positive classes, and of the negative ones."""
-    return groups.spread(values[: len(groups)]), groups.spread(values[len(groups) :])
+    return groups.per_entry(values[: len(groups)]), groups.per_entry(values[len(groups) :])

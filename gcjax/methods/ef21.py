@@ -21,15 +21,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import unpack_mask
-from gcjax._codec import float_code
-from gcjax._compat import varying_axes
-from gcjax._layout import Bucket
-from gcjax._select import entries_for, top_k_words
-from gcjax._sparse import capacities_for, exchange
-from gcjax._transform import CompressState, compress
-from gcjax._types import Array, Compressor, PyTree
+from gcjax._jax_compat import varying_axes
+from gcjax._types import Array, PyTree
+from gcjax._validation import check_number
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    CompressState,
+    Message,
+    TransportState,
+    capacities_for,
+    compress,
+    count_for_density,
+    exchange,
+    float_code,
+    top_k_mask,
+    unpack_mask,
+)
 
 
 class EF21State(NamedTuple):
@@ -103,22 +111,21 @@ def ef21_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.Gra
     >>> print(first, second, third)
     [3. 0. 2. 0.] [ 3.  -1.   2.   0.5] [ 0.  -1.   0.   0.5]
     """
-    _checks.number("density", density, 0.0, 1.0)
-    code = float_code(32)
+    check_number("density", density, 0.0, 1.0)
+    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
 
     def init(bucket: Bucket) -> ChangeState:
         return ChangeState(jnp.zeros(bucket.size), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        bucket = state.bucket
-        k = entries_for(density, bucket.entries)
-        change = gradient - state.known
-        none = jnp.zeros(0, jnp.uint32)
-        capacities = capacities_for(k, bucket)  # one, which holds all k
-        out = exchange(change, top_k_words(change, k), jnp.int32(0), none, None, code, capacities, comm, ok)
-        sent = unpack_mask(jnp.where(ok, out.words, 0), bucket.size)
-        return out.mean, ChangeState(jnp.where(sent, state.known + change, state.known), bucket), out.sent
+        bucket, known = state.bucket, state.known
+        k = count_for_density(density, bucket.entries)
+        change = gradient - known
+        message = Message(change, top_k_mask(change, k), code, no_scales, bucket, capacities_for(k))
+        exchanged = exchange(message, TransportState.create(), comm, all_finite)
+        sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0), bucket.size)
+        return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report
 
     return _summed_up(compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name))
 

@@ -13,11 +13,7 @@ compressor in the chain, so a change of it scales the residual's contribution to
 import jax.numpy as jnp
 import optax
 
-from gcjax._bits import bits_float, float_bits, pack_mask, unpack_mask
-from gcjax._feedback import gather_codec
-from gcjax._groups import leaf_groups
-from gcjax._layout import Bucket
-from gcjax._transform import compress
+from gcjax.extend import Bucket, bits_float, compress, float_bits, gather_codec, leaf_groups, pack_mask, unpack_mask
 
 
 def ef_sign_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
@@ -62,5 +58,5 @@ def _encode(x, bucket: Bucket, key):
 
 def _decode(payload, bucket: Bucket):
     groups = leaf_groups(bucket)
-    scale = groups.spread(bits_float(payload[: len(groups)]))
+    scale = groups.per_entry(bits_float(payload[: len(groups)]))
     return jnp.where(unpack_mask(payload[len(groups) :], bucket.size), -scale, scale)

@@ -17,14 +17,18 @@ import statistics
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import TINY, count_bits, pack_mask, to_unit
-from gcjax._feedback import parameters_only, sparse_method
-from gcjax._groups import whole_group
-from gcjax._layout import Bucket
-from gcjax._select import entries_for
-from gcjax._sparse import capacities_for, check_capacity
-from gcjax._transform import compress
+from gcjax._kernels.bits import TINY, count_bits, to_unit
+from gcjax._validation import check_number
+from gcjax.extend import (
+    Bucket,
+    check_capacity,
+    compress,
+    count_for_density,
+    pack_mask,
+    parameters_only,
+    sparse_method,
+    whole_group,
+)
 
 ROUNDS = 3  # thresholds counted, at most
 RUNGS = (0.5, 4 / 3, 4.0)  # default capacities, as shares of k; the rounds aim at no more than the middle one
@@ -77,21 +81,21 @@ def gaussian_k_compress(
     >>> print(first, second)
     [3. 0. 0. 0.] [ 0.  0. -4.  0.]
     """
-    _checks.number("density", density, 0.0, 1.0)
+    check_number("density", density, 0.0, 1.0)
     check_capacity(capacity)
     quantile = statistics.NormalDist().inv_cdf(density / 2)
 
     def select(a, step, bucket):
         del step
         x, threshold = _standard(a, bucket, quantile)
-        return _near(x, threshold, entries_for(density, bucket.entries))
+        return _near(x, threshold, count_for_density(density, bucket.entries))
 
-    def capacities(bucket):
-        k = entries_for(density, bucket.entries)
+    def slots(bucket):
+        k = count_for_density(density, bucket.entries)
         around = tuple(min(math.ceil(rung * k), bucket.entries) for rung in RUNGS)
-        return capacities_for(around if capacity is None else capacity, bucket)
+        return around if capacity is None else capacity
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _standard(a, bucket: Bucket, quantile: float):

@@ -14,12 +14,9 @@ the normal range (about 1e-38) go to zero: eight bits have no powers of two for 
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import TINY, bits_float, float_bits, pack_planes, unpack_planes
-from gcjax._feedback import gather_codec
-from gcjax._layout import Bucket
-from gcjax._random import hash_bits
-from gcjax._transform import compress
+from gcjax._kernels.bits import TINY
+from gcjax._validation import check_random_key
+from gcjax.extend import Bucket, bits_float, compress, float_bits, gather_codec, hash_bits, pack_planes, unpack_planes
 
 BITS = 9
 _MANTISSA = 23
@@ -61,7 +58,7 @@ def natural_compress(*, key, axis_name=None, inner_axis_name=None) -> optax.Grad
     >>> print(first[:3], first[3] in (2.0, 4.0))
     [ 4.   -0.25  0.  ] True
     """
-    _checks.random_key("key", key)
+    check_random_key("key", key)
     codec = gather_codec(_encode, _decode, feedback=False, key=key)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -26,11 +26,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._bits import LANES, bits_float, count_bits, float_bits
-from gcjax._compat import zeros
-from gcjax._layout import Bucket, Segment
-from gcjax._transform import compress
-from gcjax._types import Array, Comm, Compressor, sent_whole
+from gcjax._jax_compat import zeros
+from gcjax._kernels.bits import LANES, count_bits
+from gcjax._types import Array
+from gcjax.extend import Bucket, Comm, Compressor, Segment, bits_float, compress, dense_report, float_bits
 
 RUN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits an entry
 _UNROLLED = 16  # workers whose columns are added in one pass
@@ -94,24 +93,24 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
     def init(bucket: Bucket) -> OneBitState:
         return OneBitState(tuple(_blocks(jnp.zeros(bucket.size), bucket)), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
         matrices = _matrices(bucket, comm)
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
-        kept = [jnp.where(ok, e + g, e) for e, g in zip(state.errors, _blocks(gradient, bucket), strict=True)]
+        kept = [jnp.where(all_finite, e + g, e) for e, g in zip(state.errors, _blocks(gradient, bucket), strict=True)]
         a = [m.widen(x) for m, x in zip(matrices, kept, strict=True)]
 
         # To the owners. Means of zero change nothing: neither in a skipped step nor of columns that stay here.
         codes = [m.encode(x, m.heights) for m, x in zip(matrices, a, strict=True)]
-        first = [jnp.where(ok & ~m.is_owned(), means, 0) for m, (_, means) in zip(matrices, codes, strict=True)]
+        first = [jnp.where(all_finite & ~m.is_owned(), means, 0) for m, (_, means) in zip(matrices, codes, strict=True)]
         shares = [m.shares(words, means) for m, (words, _), means in zip(matrices, codes, first, strict=True)]
-        received = _together(comm.swap, shares)
+        received = _together(comm.all_to_all, shares)
         a = [m.add_to_owned(x, shares) for m, x, shares in zip(matrices, a, received, strict=True)]
 
         # From the owners.
         codes = [m.encode(m.owned(x, m.axis), m.owned(m.heights, 0)) for m, x in zip(matrices, a, strict=True)]
-        second = [jnp.where(ok, means / comm.size, 0) for _, means in codes]
+        second = [jnp.where(all_finite, means / comm.size, 0) for _, means in codes]
         shares = [_code(words, means)[None] for (words, _), means in zip(codes, second, strict=True)]
         gathered = _together(lambda shares: comm.gather(shares[0]), shares)
         updates = [m.decode(m.unshare(shares)) for m, shares in zip(matrices, gathered, strict=True)]
@@ -120,9 +119,11 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
         errors = [
             m.without_padding(x - m.choose(x < 0, y), m.heights) for m, x, y in zip(matrices, a, taken, strict=True)
         ]
-        mean = _flat([m.narrow(jnp.where(ok, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)], bucket)
+        mean = _flat(
+            [m.narrow(jnp.where(all_finite, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)], bucket
+        )
         new = OneBitState(tuple(m.narrow(x) for m, x in zip(matrices, errors, strict=True)), bucket)
-        return mean, new, sent_whole(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
+        return mean, new, dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -23,12 +23,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._compat import zeros
-from gcjax._layout import Bucket
-from gcjax._matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
-from gcjax._transform import compress
-from gcjax._types import Array, Comm, Compressor, sent_whole
+from gcjax._jax_compat import zeros
+from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
+from gcjax._types import Array
+from gcjax._validation import check_integer, check_number, check_random_key
+from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report
 
 
 @jax.tree_util.register_dataclass
@@ -118,11 +117,11 @@ def power_sgd_compress(
     >>> print(gcjax.info(state).sent, bool(jnp.abs(updates - g).max() < 1e-5))
     [12] True
     """
-    _checks.integer("rank", rank, 1)
-    _checks.integer("start_step", start_step, 0)
-    _checks.number("min_rate", min_rate, 1.0, low_included=True)
-    _checks.number("epsilon", epsilon, 0.0, 1.0, low_included=True, high_included=False)
-    _checks.random_key("key", key)
+    check_integer("rank", rank, 1)
+    check_integer("start_step", start_step, 0)
+    check_number("min_rate", min_rate, 1.0, low_included=True)
+    check_number("epsilon", epsilon, 0.0, 1.0, low_included=True, high_included=False)
+    check_random_key("key", key)
 
     def pays(rows: int, columns: int) -> bool:
         return min_rate * rank * (rows + columns) <= rows * columns
@@ -138,15 +137,15 @@ def power_sgd_compress(
             layout=layout,
         )
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         layout = state.layout
         taken, others = layout.take(gradient)
         # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
         matrices = tuple(
-            jnp.where(ok, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
+            jnp.where(all_finite, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
         )
-        fill = jnp.where(ok, 0, jnp.nan)
+        fill = jnp.where(all_finite, 0, jnp.nan)
 
         def low_rank(comm: Comm):
             draws = [_draw(key, state.step, batch, rank) for batch in layout.batches]
@@ -171,18 +170,18 @@ def power_sgd_compress(
         if start_step == 0:
             started = jnp.bool_(True)
             mean, left, right = low_rank(comm)
-            sent = sent_whole(values, 32 * values)
+            sent = dense_report(values, 32 * values)
         else:
             started = comm.max(state.step) >= start_step  # they agree, but a step is typed as each worker's own
             mean, left, right, wire_bytes = lax.cond(started, _metered(low_rank, comm), _metered(dense, comm))
             count = jnp.where(started, values, layout.bucket.entries)
-            sent = sent_whole(count, 32 * count)._replace(wire_bytes=wire_bytes)
+            sent = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
         new = PowerSGDState(
             accumulated=matrices,
-            left=tuple(jnp.where(ok, p, old) for p, old in zip(left, state.left, strict=True)),
-            right=tuple(jnp.where(ok, q, old) for q, old in zip(right, state.right, strict=True)),
-            whole=jnp.where(ok, ~started, state.whole),
-            step=state.step + ok,
+            left=tuple(jnp.where(all_finite, p, old) for p, old in zip(left, state.left, strict=True)),
+            right=tuple(jnp.where(all_finite, q, old) for q, old in zip(right, state.right, strict=True)),
+            whole=jnp.where(all_finite, ~started, state.whole),
+            step=state.step + all_finite,
             layout=layout,
         )
         return mean, new, sent

@@ -22,13 +22,19 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._bits import LANES, bits_float, float_bits, pack_planes_of, unpack_planes
-from gcjax._feedback import gather_codec
-from gcjax._groups import Groups, block_groups
-from gcjax._layout import Bucket
-from gcjax._random import uniform
-from gcjax._transform import compress
+from gcjax._kernels.bits import LANES, pack_planes_of
+from gcjax._validation import check_choice, check_integer, check_random_key
+from gcjax.extend import (
+    Bucket,
+    Groups,
+    bits_float,
+    block_groups,
+    compress,
+    float_bits,
+    gather_codec,
+    uniform,
+    unpack_planes,
+)
 
 
 def qsgd_compress(
@@ -79,11 +85,11 @@ def qsgd_compress(
     >>> print(first[:3], first[3] in (1.0, 2.0))
     [ 3. -1.  0.] True
     """
-    _checks.integer("bits", bits, 1, 8)
-    _checks.integer("bucket_size", bucket_size, LANES, multiple=LANES)
-    _checks.choice("norm", norm, ("max", "l2"))
-    _checks.choice("encoding", encoding, ("packed", "elias"))
-    _checks.random_key("key", key)
+    check_integer("bits", bits, 1, 8)
+    check_integer("bucket_size", bucket_size, LANES, multiple=LANES)
+    check_choice("norm", norm, ("max", "l2"))
+    check_choice("encoding", encoding, ("packed", "elias"))
+    check_random_key("key", key)
     if bits == 1 and (norm, encoding) != ("max", "packed"):
         raise ValueError(f"bits=1 goes with norm='max' and encoding='packed' only, got {norm!r} and {encoding!r}")
     levels = max(2 ** (bits - 1) - 1, 1)
@@ -102,14 +108,14 @@ def qsgd_compress(
         (scale,) = groups.maxima(jnp.abs(x))
         if norm == "l2":
             scale = groups.norms(x, scale)
-        unit = jnp.broadcast_to(groups.spread(jnp.where(scale > 0, scale, 1)), x.shape)
+        unit = jnp.broadcast_to(groups.per_entry(jnp.where(scale > 0, scale, 1)), x.shape)
         planes = pack_planes_of(code, bits, x, unit, uniform(key, bucket.size))
         entry_bits = _elias_bits(planes, bits, groups) if encoding == "elias" else bits * bucket.entries
         return jnp.concatenate([float_bits(scale), planes]), 32 * len(groups) + entry_bits
 
     def decode(payload, bucket: Bucket):
         groups = block_groups(bucket, bucket_size)
-        scale = groups.spread(bits_float(payload[: len(groups)]))
+        scale = groups.per_entry(bits_float(payload[: len(groups)]))
         code = unpack_planes(payload[len(groups) :], bits, bucket.size)
         magnitude = scale * ((code & levels).astype(jnp.float32) / levels) if bits > 1 else scale
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)

@@ -18,13 +18,17 @@ of them is drawn.
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._feedback import CodecState
-from gcjax._layout import Bucket
-from gcjax._random import hash_bits, step_key
-from gcjax._select import entries_for
-from gcjax._transform import compress
-from gcjax._types import Compressor, sent_whole
+from gcjax._validation import check_flag, check_integer, check_number, check_random_key
+from gcjax.extend import (
+    Bucket,
+    CodecState,
+    Compressor,
+    compress,
+    count_for_density,
+    dense_report,
+    hash_bits,
+    step_key,
+)
 
 
 def random_k_compress(
@@ -72,21 +76,21 @@ def random_k_compress(
     >>> print(first, first + state.buckets.value[0].residual)
     [0.  0.  2.  0.5] [ 3.  -1.   2.   0.5]
     """
-    _checks.number("density", density, 0.0, 1.0)
-    _checks.random_key("key", key)
-    _checks.integer("block", block, 1)
-    _checks.flag("feedback", feedback)
+    check_number("density", density, 0.0, 1.0)
+    check_random_key("key", key)
+    check_integer("block", block, 1)
+    check_flag("feedback", feedback)
 
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(bucket.size if feedback else 1), jnp.int32(0), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
         # In a skipped step x is the old error, so that nothing else needs it and XLA can work in its buffer.
-        x = jnp.where(ok, state.error + gradient, state.error) if feedback else gradient
+        x = jnp.where(all_finite, state.error + gradient, state.error) if feedback else gradient
         blocks = -(-bucket.size // block)
-        count = entries_for(density, blocks)
+        count = count_for_density(density, blocks)
         step = comm.max(state.step)  # the same on all workers, but known as such only so
         drawn = _draw(step_key(key, step, bucket), count, blocks)
         within = jnp.arange(min(block, bucket.size), dtype=jnp.int32)
@@ -94,10 +98,14 @@ def random_k_compress(
         own = x.at[entry].get(mode="fill", fill_value=0)  # the last block may reach beyond the end
         values = comm.mean(own if feedback else own * (blocks / count))
         # The fill value depends on the values: then the zeros come after the last use of the gradient, in its buffer.
-        fill = jnp.where(ok & ~jnp.isnan(values[0]), 0.0, jnp.nan)
+        fill = jnp.where(all_finite & ~jnp.isnan(values[0]), 0.0, jnp.nan)
         mean = jnp.full(bucket.size, fill).at[entry].add(values, mode="drop", unique_indices=True)
-        error = x.at[entry].set(jnp.where(ok, 0, own), mode="drop", unique_indices=True) if feedback else state.error
-        return mean, CodecState(error, step + ok, bucket), sent_whole(len(entry), 32 * len(entry))
+        error = (
+            x.at[entry].set(jnp.where(all_finite, 0, own), mode="drop", unique_indices=True)
+            if feedback
+            else state.error
+        )
+        return mean, CodecState(error, step + all_finite, bucket), dense_report(len(entry), 32 * len(entry))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -19,14 +19,17 @@ import math
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import TINY, pack_mask, to_unit
-from gcjax._feedback import sparse_method
-from gcjax._groups import whole_group
-from gcjax._layout import Bucket
-from gcjax._select import entries_for
-from gcjax._sparse import capacities_for, check_capacity
-from gcjax._transform import compress
+from gcjax._kernels.bits import TINY, to_unit
+from gcjax._validation import check_integer, check_number
+from gcjax.extend import (
+    Bucket,
+    check_capacity,
+    compress,
+    count_for_density,
+    pack_mask,
+    sparse_method,
+    whole_group,
+)
 
 FIRST_RATIO = 0.25
 RUNGS = (0.75, 1.25, 2.0)  # default capacities, as shares of the wanted count
@@ -82,8 +85,8 @@ def sidco_compress(
     >>> print(first, second)
     [3. 0. 0. 0.] [0. 0. 4. 0.]
     """
-    _checks.number("density", density, 0.0, 1.0)
-    _checks.integer("stages", stages, 1)
+    check_number("density", density, 0.0, 1.0)
+    check_integer("stages", stages, 1)
     check_capacity(capacity)
     ratios = _ratios(density, stages)
 
@@ -91,12 +94,12 @@ def sidco_compress(
         del step
         return _above(a, bucket, ratios)
 
-    def capacities(bucket):
-        wanted = entries_for(density, bucket.entries)
+    def slots(bucket):
+        wanted = count_for_density(density, bucket.entries)
         around = tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
-        return capacities_for(around if capacity is None else capacity, bucket)
+        return around if capacity is None else capacity
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _ratios(density: float, stages: int) -> tuple[float, ...]:

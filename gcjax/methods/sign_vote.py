@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import pack_mask, unpack_mask
-from gcjax._layout import Bucket
-from gcjax._transform import compress
-from gcjax._types import Array, Comm, Compressor, sent_whole
+from gcjax._types import Array
+from gcjax._validation import check_number
+from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report, pack_mask, unpack_mask
 
 _UNROLLED = 16  # votes added in one pass
 
@@ -91,9 +89,9 @@ def sign_vote_compress(*, axis_name=None, inner_axis_name=None) -> optax.Gradien
     [ 1. -1.  1.]
     """
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        return _vote(gradient, comm, ok), state, _report(state.bucket)
+        return _vote(gradient, comm, all_finite), state, _report(state.bucket)
 
     return compress(Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -129,30 +127,30 @@ def signum_compress(momentum=0.9, *, axis_name=None, inner_axis_name=None) -> op
     >>> print(first, second)
     [ 1. -1.] [1. 1.]
     """
-    _checks.number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
+    check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
 
     def init(bucket: Bucket) -> SignumState:
         return SignumState(jnp.zeros(bucket.size), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        m = jnp.where(ok, momentum * state.momentum + (1 - momentum) * gradient, state.momentum)
-        return _vote(m, comm, ok), SignumState(m, state.bucket), _report(state.bucket)
+        m = jnp.where(all_finite, momentum * state.momentum + (1 - momentum) * gradient, state.momentum)
+        return _vote(m, comm, all_finite), SignumState(m, state.bucket), _report(state.bucket)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _report(bucket: Bucket):
-    return sent_whole(bucket.entries, bucket.entries)
+    return dense_report(bucket.entries, bucket.entries)
 
 
-def _vote(x, comm: Comm, ok) -> Array:
-    """The sign, +1 or -1, that most workers' entries have: float32[n], NaN unless `ok`."""
+def _vote(x, comm: Comm, all_finite) -> Array:
+    """The sign, +1 or -1, that most workers' entries have: float32[n], NaN unless `all_finite`."""
     words = pack_mask(x < 0)
     share = -(-len(words) // comm.size)
     shares = jnp.pad(words, (0, share * comm.size - len(words))).reshape(comm.size, share)
-    voted = comm.gather(_majority(comm.swap(shares))).reshape(-1)[: len(words)]
-    return jnp.where(ok, jnp.where(unpack_mask(voted, len(x)), -1.0, 1.0), jnp.nan)
+    voted = comm.gather(_majority(comm.all_to_all(shares))).reshape(-1)[: len(words)]
+    return jnp.where(all_finite, jnp.where(unpack_mask(voted, len(x)), -1.0, 1.0), jnp.nan)
 
 
 def _majority(votes) -> Array:

@@ -26,15 +26,25 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax import _checks
-from gcjax._bits import LANES, bits_float, float_bits, unpack_mask
-from gcjax._compact import indices, queue
-from gcjax._feedback import parameters_only
-from gcjax._layout import Bucket
-from gcjax._random import hash_bits, quick_bits, step_key
-from gcjax._select import entries_for, top_k_words
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor, Sent
+from gcjax._kernels.bits import LANES
+from gcjax._kernels.hashing import quick_bits
+from gcjax._sparse.compaction import assign_slots, slot_indices
+from gcjax._types import Array
+from gcjax._validation import check_integer, check_number, check_random_key
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    SendReport,
+    bits_float,
+    compress,
+    count_for_density,
+    float_bits,
+    hash_bits,
+    parameters_only,
+    step_key,
+    top_k_mask,
+    unpack_mask,
+)
 
 SIGN = np.uint32(1 << 31)
 
@@ -122,14 +132,14 @@ def sketch_compress(
     >>> print(first, second)
     [3. 0. 2. 0.] [ 3.  -2.9  0.   0. ]
     """
-    _checks.number("density", density, 0.0, 1.0)
-    _checks.integer("rows", rows, 1)
+    check_number("density", density, 0.0, 1.0)
+    check_integer("rows", rows, 1)
     if rows % 2 == 0:
         raise ValueError(f"rows must be odd, so that there is a middle one, got {rows}")
-    _checks.integer("columns", 1 if columns is None else columns, 1)
-    _checks.random_key("key", key)
-    _checks.number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
-    _checks.integer("candidates", candidates, 1)
+    check_integer("columns", 1 if columns is None else columns, 1)
+    check_random_key("key", key)
+    check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
+    check_integer("candidates", candidates, 1)
 
     def init(bucket: Bucket) -> SketchState:
         return SketchState(
@@ -140,36 +150,36 @@ def sketch_compress(
             bucket=bucket,
         )
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        k = entries_for(density, bucket.entries)
+        k = count_for_density(density, bucket.entries)
         width = min(10 * k, bucket.size) if columns is None else columns
         slots = min(candidates * k, bucket.entries)
         reset = unpack_mask(state.reset, bucket.size)
         old = state.velocity
         # In a skipped step the old numbers, so that nothing else needs them and XLA can work in their buffers.
-        u = old if momentum == 0 else jnp.where(ok, jnp.where(reset, 0, momentum * old) + gradient, old)
-        v = jnp.where(ok, state.residual + (gradient if momentum == 0 else u), state.accumulated)
+        u = old if momentum == 0 else jnp.where(all_finite, jnp.where(reset, 0, momentum * old) + gradient, old)
+        v = jnp.where(all_finite, state.residual + (gradient if momentum == 0 else u), state.accumulated)
         # The maximum changes nothing; it makes the step, and all that follows, typed as equal on all workers.
         hashes = _draw(step_key(key, comm.max(state.step), bucket), rows, width, bucket.size)
         table = comm.mean(_sketch(v, hashes, width))
         estimates = parameters_only(_estimate(table, hashes, bucket.size), bucket)
-        lined_up = queue(top_k_words(estimates, slots), jnp.int32(0))
-        index, slot = indices(lined_up, slots), jnp.arange(slots, dtype=jnp.int32)
-        w = comm.mean(jnp.where(slot < lined_up.total, v[index], 0))
-        sent = unpack_mask(top_k_words(w, k), slots)
+        found = assign_slots(top_k_mask(estimates, slots), jnp.int32(0))
+        index, slot = slot_indices(found, slots), jnp.arange(slots, dtype=jnp.int32)
+        w = comm.mean(jnp.where(slot < found.total, v[index], 0))
+        sent = unpack_mask(top_k_mask(w, k), slots)
         count = jnp.sum(sent, dtype=jnp.int32)
         # The second condition is always true; it puts the filling behind the last use of the estimates.
-        fill = jnp.where(ok & (count <= slots), 0.0, jnp.nan)
+        fill = jnp.where(all_finite & (count <= slots), 0.0, jnp.nan)
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
         # Each unused slot goes to a place of its own out of bounds: "unique" must be true of it as well.
         mean = mean.at[jnp.where(sent, index, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
         bit = jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
         words = jnp.zeros_like(state.reset).at[jnp.where(sent, index // LANES, bucket.words)].add(bit, mode="drop")
-        new = SketchState(u, v, jnp.where(ok, words, state.reset), state.step + ok, bucket)
+        new = SketchState(u, v, jnp.where(all_finite, words, state.reset), state.step + all_finite, bucket)
         none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
-        return mean, new, Sent(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
+        return mean, new, SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -10,45 +10,31 @@ sign (bit 31) and index (bits 0 to 30).
 plain words are sent. What exceeds the largest capacity stays in the residual.
 """
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import pack_mask, unpack_mask
-from gcjax._codec import sign_code
-from gcjax._layout import Bucket
-from gcjax._owners import take_back
-from gcjax._sparse import capacities_for, check_capacity, check_transport, default_capacities, exchange
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor
+from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._validation import check_number
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    Message,
+    SparseState,
+    capacities_for,
+    check_capacity,
+    check_transport,
+    compress,
+    default_capacities,
+    exchange,
+    pack_mask,
+    sign_code,
+)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StromState:
-    """State of one worker and bucket of n entries.
-
-    accumulated: float32[n], r, the gradient taken in and not yet sent, but for what `reset` still takes off.
-    reset: uint32[words_for(n)], packed mask of the entries from which the threshold is taken before the next gradient
-      is added, which saves a pass.
-    threshold: float32, tau as it was for the last payload.  first: int32, where owners' queues begin next.
-    bucket: where the leaves lie, static.
-    """
-
-    accumulated: Array
-    reset: Array
-    threshold: Array
-    first: Array
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    @property
-    def residual(self) -> Array:
-        """float32[n], what this worker has taken in and not yet sent."""
-        r = self.accumulated
-        return jnp.where(unpack_mask(self.reset, self.bucket.size), r - jnp.copysign(self.threshold, r), r)
+def _reset(values: tuple[Array, ...], tau: PyTree) -> tuple[ArrayLike, ...]:
+    """r <- r - tau sign(r)."""
+    (r,) = values
+    return (r - jnp.copysign(tau, r),)
 
 
 def strom_compress(
@@ -88,34 +74,22 @@ def strom_compress(
     >>> print(first, second)
     [0.5 0. ] [0.5 0. ]
     """
-    _checks.number("threshold", threshold, 0.0)
+    check_number("threshold", threshold, 0.0)
     check_capacity(capacity)
     check_transport(transport)
-    code = sign_code(threshold)
+    code, no_scales = sign_code(threshold), jnp.zeros(0, jnp.uint32)
 
-    def init(bucket: Bucket) -> StromState:
-        words = jnp.zeros(bucket.words, jnp.uint32)
-        return StromState(jnp.zeros(bucket.size), words, jnp.float32(threshold), jnp.int32(0), bucket)
+    def init(bucket: Bucket) -> SparseState:
+        return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=jnp.float32(threshold))
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
-        r = jnp.where(ok, state.residual + gradient, state.accumulated)
-        words = pack_mask(jnp.abs(r) > threshold)
-        ladder = default_capacities(bucket.entries) if capacity is None else capacity
-        no_scale, slots = jnp.zeros(0, jnp.uint32), capacities_for(ladder, bucket)
-        out = exchange(r, words, state.first, no_scale, None, code, slots, comm, ok, transport=transport)
-        tau = jnp.where(ok, jnp.float32(threshold), state.threshold)
-        reset = jnp.where(ok, out.words, state.reset)
-        reset, (r,) = take_back(out.returned, reset, (r,), lambda word, r: (r - jnp.copysign(tau, r),))
-        new = StromState(
-            accumulated=r,
-            reset=reset,
-            threshold=tau,
-            first=jnp.where(ok, out.first, state.first),
-            bucket=bucket,
-        )
-        return out.mean, new, out.sent
+        (r,) = state.unless_skipped((state.residual + gradient,), all_finite)
+        slots = default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
+        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, no_scales, bucket, slots)
+        exchanged = exchange(message, state.transport, comm, all_finite)
+        new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))
+        return exchanged.mean, new, exchanged.report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

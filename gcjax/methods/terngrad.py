@@ -18,14 +18,25 @@ parameter server: with "sum", what comes back is the sum itself; with "gather", 
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import bits_float, float_bits, pack_planes_of, pack_uint, unpack_planes, unpack_uint
-from gcjax._feedback import CodecState, gather_codec
-from gcjax._groups import Groups, leaf_groups
-from gcjax._layout import Bucket
-from gcjax._random import step_key, uniform
-from gcjax._transform import compress
-from gcjax._types import Compressor, sent_whole
+from gcjax._kernels.bits import pack_planes_of
+from gcjax._validation import check_choice, check_number, check_random_key
+from gcjax.extend import (
+    Bucket,
+    CodecState,
+    Compressor,
+    Groups,
+    bits_float,
+    compress,
+    dense_report,
+    float_bits,
+    gather_codec,
+    leaf_groups,
+    pack_uint,
+    step_key,
+    uniform,
+    unpack_planes,
+    unpack_uint,
+)
 
 
 def terngrad_compress(
@@ -71,9 +82,9 @@ def terngrad_compress(
     [ 2. -2.  0.] True
     """
     if clip is not None:
-        _checks.number("clip", clip, 0.0)
-    _checks.choice("aggregate", aggregate, ("sum", "gather"))
-    _checks.random_key("key", key)
+        check_number("clip", clip, 0.0)
+    check_choice("aggregate", aggregate, ("sum", "gather"))
+    check_random_key("key", key)
     compressor = _shared(clip, key) if aggregate == "sum" else _own(clip, key)
     return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -84,20 +95,20 @@ def _shared(clip, key) -> Compressor:
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(1), jnp.int32(0), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket, groups = state.bucket, leaf_groups(state.bucket)
         limit = _largest_clipped(gradient, groups, clip)
         scale = comm.max(limit)
         draw = uniform(step_key(key, state.step, bucket, comm.rank()), bucket.size)
-        clipped = jnp.minimum(jnp.abs(gradient), groups.spread(limit))
-        taken = draw < clipped / groups.spread(_not_zero(scale))
+        clipped = jnp.minimum(jnp.abs(gradient), groups.per_entry(limit))
+        taken = draw < clipped / groups.per_entry(_not_zero(scale))
         field = field_bits(comm.size)
         total = comm.sum(pack_uint(jnp.where(taken, jnp.where(gradient < 0, 0, 2), 1), field))
         count = unpack_uint(total, field, bucket.size).astype(jnp.float32) - comm.size
-        mean = jnp.where(ok, count / comm.size * groups.spread(scale), jnp.nan)
+        mean = jnp.where(all_finite, count / comm.size * groups.per_entry(scale), jnp.nan)
         bits = field * bucket.entries + 32 * len(groups)
-        return mean, CodecState(state.error, state.step + ok, bucket), sent_whole(bucket.entries, bits)
+        return mean, CodecState(state.error, state.step + all_finite, bucket), dense_report(bucket.entries, bits)
 
     return Compressor(init, update)
 
@@ -112,14 +123,14 @@ def _own(clip, key) -> Compressor:
     def encode(x, bucket: Bucket, key):
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
-        unit = jnp.broadcast_to(groups.spread(_not_zero(scale)), x.shape)
+        unit = jnp.broadcast_to(groups.per_entry(_not_zero(scale)), x.shape)
         planes = pack_planes_of(code, 2, x, unit, uniform(key, bucket.size))
         return jnp.concatenate([float_bits(scale), planes]), 2 * bucket.entries + 32 * len(groups)
 
     def decode(payload, bucket: Bucket):
         groups = leaf_groups(bucket)
         code = unpack_planes(payload[len(groups) :], 2, bucket.size)
-        scale = groups.spread(bits_float(payload[: len(groups)]))
+        scale = groups.per_entry(bits_float(payload[: len(groups)]))
         return jnp.where(code == 0, 0, jnp.where(code == 3, -scale, scale))
 
     return gather_codec(encode, decode, feedback=False, key=key)

@@ -13,11 +13,8 @@ so fewer than k may be. Of equal magnitudes the lowest index goes first.
 
 import optax
 
-from gcjax import _checks
-from gcjax._feedback import sparse_method
-from gcjax._select import entries_for, top_k_words
-from gcjax._sparse import capacities_for
-from gcjax._transform import compress
+from gcjax._validation import check_number
+from gcjax.extend import compress, count_for_density, sparse_method, top_k_mask
 
 
 def top_k_compress(
@@ -57,13 +54,13 @@ def top_k_compress(
     >>> print(first, second)
     [3. 0. 2. 0.] [ 0.  -1.   0.   0.5]
     """
-    _checks.number("density", density, 0.0, 1.0)
+    check_number("density", density, 0.0, 1.0)
 
     def select(a, step, bucket):
         del step
-        return top_k_words(a, entries_for(density, bucket.entries))
+        return top_k_mask(a, count_for_density(density, bucket.entries))
 
-    def capacities(bucket):
-        return capacities_for(entries_for(density, bucket.entries), bucket)
+    def slots(bucket):
+        return count_for_density(density, bucket.entries)
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -16,69 +16,66 @@ is the same arithmetic in fewer passes: `gcjax.info` and the residual account fo
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax import _checks
-from gcjax._bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask, pack_mask_and_peak, unpack_mask
-from gcjax._codec import Code, float_code, level_code, power_of_two_code, sign_code
-from gcjax._layout import Bucket
-from gcjax._owners import take_back
-from gcjax._random import step_key
-from gcjax._select import entries_for, top_k_words
-from gcjax._sparse import capacities_for, check_capacity, check_transport, default_capacities, exchange
-from gcjax._transform import compress
-from gcjax._types import Array, Compressor
+from gcjax._kernels.bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask_and_peak
+from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._validation import check_choice, check_flag, check_number, check_random_key
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    Message,
+    SparseState,
+    ValueCode,
+    capacities_for,
+    check_capacity,
+    check_transport,
+    compress,
+    count_for_density,
+    default_capacities,
+    exchange,
+    float_code,
+    level_code,
+    pack_mask,
+    power_of_two_code,
+    sign_code,
+    step_key,
+    top_k_mask,
+    unpack_mask,
+)
 
-CODES: dict[str, Callable[[], Code]] = {
-    "power_of_two": power_of_two_code,
-    "levels": level_code,
-    "float16": functools.partial(float_code, 16),
-    "float32": functools.partial(float_code, 32),
+
+def _paper_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+    """r <- 0, v <- 0."""
+    return 0, 0
+
+
+def _hybrid_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+    """r <- r - tau sign(r), and v falls by as much as r squared does."""
+    (r, v), (tau, _) = values, sent_with
+    return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)
+
+
+CODES: dict[str, ValueCode] = {
+    "power_of_two": power_of_two_code(),
+    "levels": level_code(),
+    "float16": float_code(16),
+    "float32": float_code(32),
 }
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class VarianceState:
-    """State of one worker and bucket of n entries in g leaves.
+class _FeedbackReset:
+    """r <- the rounding error of what was sent, v <- 0."""
 
-    accumulated: float32[n], r, the gradient taken in since the entry was last sent.
-    variance: float32[n], v, the decayed sum of squared per-sample gradients since then.
-    reset: uint32[words_for(n)], packed mask of the entries to reset before the next gradient is added.
-    scale: uint32[g], the leaves' scales of the last payload.
-    threshold: float32, tau of the hybrid as it was for the last payload, 0 without.
-    first: int32, where owners' queues begin next.  step: int32, updates done.
-    kept: what a reset leaves in r: "nothing", "excess" (r less tau) or the name of the code whose rounding error stays.
-    bucket: where the leaves lie. Both static.
-    """
+    values: str
 
-    accumulated: Array
-    variance: Array
-    reset: Array
-    scale: Array
-    threshold: Array
-    first: Array
-    step: Array
-    kept: str = dataclasses.field(metadata={"static": True})
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    def after_reset(self) -> tuple[Array, Array]:
-        """r and v as they stand between two updates, v not yet decayed."""
-        r, v = self.accumulated, self.variance
-        scale = jnp.repeat(self.scale[self.bucket.segment_of_word()], LANES)[: self.bucket.size]
-        rest_r, rest_v = _left(r, v, self.kept, self.threshold, scale)
-        mask = unpack_mask(self.reset, self.bucket.size)
-        return jnp.where(mask, rest_r, r), jnp.where(mask, rest_v, v)
-
-    @property
-    def residual(self) -> Array:
-        """float32[n], what this worker has taken in and not yet sent."""
-        return self.after_reset()[0]
+    def __call__(self, values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+        (r, _), (_, scale) = values, sent_with
+        return r - CODES[self.values].round(r, scale), 0
 
 
 def variance_compress(
@@ -167,71 +164,53 @@ def variance_compress(
     check_transport(transport)
     hybrid = threshold is not None
     tau = threshold if hybrid else 0.0
-    code = sign_code(threshold) if hybrid else CODES[values]()
-    kept = "excess" if hybrid else values if feedback else "nothing"
+    code = sign_code(threshold) if hybrid else CODES[values]
+    reset = _hybrid_reset if hybrid else _FeedbackReset(values) if feedback else _paper_reset
 
-    def init(bucket: Bucket) -> VarianceState:
-        return VarianceState(
-            accumulated=jnp.zeros(bucket.size),
-            variance=jnp.zeros(bucket.size),
-            reset=jnp.zeros(bucket.words, jnp.uint32),
-            scale=jnp.zeros(len(bucket.segments), jnp.uint32),
-            threshold=jnp.float32(tau),
-            first=jnp.int32(0),
-            step=jnp.int32(0),
-            kept=kept,
-            bucket=bucket,
-        )
+    def init(bucket: Bucket) -> SparseState:
+        sent_with = (jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32))
+        return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, sent_with=sent_with)
 
-    def update(gradient, sum_grad_squared, state, comm, ok):
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
         bucket = state.bucket
-        segment_of_word = jnp.asarray(bucket.segment_of_word())
-        r, v = _accumulate(gradient, sum_grad_squared, state, decay, ok)
+        squares = gradient * gradient if sum_grad_squared is None else sum_grad_squared
+        r, v = state.settled()  # r <- 0, v <- 0 where the last step sent; else v <- zeta v:
+        v = decay * v if hybrid else jnp.where(state.was_sent(), v, decay * v)
+        r, v = state.unless_skipped((r + gradient, jnp.minimum(v + squares, FLOAT_MAX)), all_finite)
+
         clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
-        ladder = default_capacities(bucket.entries) if capacity is None else capacity
         if density is not None:
-            ladder = entries_for(density, bucket.entries)
-            certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
-            clear = unpack_mask(top_k_words(jnp.abs(r) * jnp.minimum(certainty, 1), ladder), bucket.size)
+            clear = _most_certain(clear, r, v, alpha, count_for_density(density, bucket.entries))
         if hybrid:
             clear = clear & (jnp.abs(r) > threshold)
-        passed, words, scale = _encodable(clear, r, code, segment_of_word, len(bucket.segments))
-        draw = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        slots = capacities_for(ladder, bucket)
-        out = exchange(r, words, state.first, scale, segment_of_word, code, slots, comm, ok, draw, transport)
-        dropped = passed & ~words if underflow == "drop" else jnp.uint32(0)
-        reset = jnp.where(ok, out.words | dropped, state.reset)
-        scale = jnp.where(ok, scale, state.scale)
-        of_payload = jnp.where(ok, jnp.float32(tau), state.threshold)  # by which `reset` goes
+        passed, sendable, scales = _encodable(clear, r, code, bucket)
 
-        def left(word, r, v):
-            return _left(r, v, kept, of_payload, scale[segment_of_word[word]])
+        own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
+        message = Message(r, sendable, code, scales, bucket, capacities(bucket), own_key)
+        exchanged = exchange(message, state.transport, comm, all_finite)
+        if underflow == "drop":
+            exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
+        new = state.after(exchanged, (r, v), all_finite, sent_with=(jnp.float32(tau), scales))
 
-        reset, (r, v) = take_back(out.returned, reset, (r, v), left)
-        new = dataclasses.replace(
-            state,
-            accumulated=r,
-            variance=v,
-            reset=reset,
-            scale=scale,
-            threshold=of_payload,
-            first=jnp.where(ok, out.first, state.first),
-            step=state.step + ok,
-        )
-        selected = jnp.sum(count_bits(passed))
-        return out.mean, new, out.sent._replace(selected=selected, underflow=selected - out.sent.selected)
+        selected, report = jnp.sum(count_bits(passed)), exchanged.report
+        return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
+
+    def capacities(bucket: Bucket) -> tuple[int, ...]:
+        if density is not None:
+            return capacities_for(count_for_density(density, bucket.entries))
+        return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _check(alpha, decay, threshold, feedback, underflow, values, key):
-    _checks.number("alpha", alpha, 0.0)
-    _checks.number("decay", decay, 0.0, 1.0)
-    _checks.flag("feedback", feedback)
-    _checks.choice("underflow", underflow, ("keep", "drop"))
-    _checks.choice("values", values, tuple(CODES))
+    check_number("alpha", alpha, 0.0)
+    check_number("decay", decay, 0.0, 1.0)
+    check_flag("feedback", feedback)
+    check_choice("underflow", underflow, ("keep", "drop"))
+    check_choice("values", values, tuple(CODES))
     if threshold is not None:
-        _checks.number("threshold", threshold, 0.0)
+        check_number("threshold", threshold, 0.0)
         if feedback or underflow != "keep" or values != "power_of_two":
             raise ValueError(
                 f"threshold={threshold!r} sends only signs and keeps all the rest: leave feedback, underflow and "
@@ -242,7 +221,7 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
     if feedback and values == "levels":
         raise ValueError("values='levels' is unbiased without feedback; use feedback=False")
     if values == "levels":
-        _checks.random_key("key (values='levels' draws random numbers)", key)
+        check_random_key("key (values='levels' draws random numbers)", key)
     elif key is not None:
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
 
@@ -252,47 +231,27 @@ def _check_density(density, threshold, capacity):
         return
     if isinstance(density, jax.Array):
         raise TypeError("density fixes the size of the payload and cannot be traced; give a Python float")
-    _checks.number("density", density, 0.0, 1.0)
+    check_number("density", density, 0.0, 1.0)
     for name, value in (("threshold", threshold), ("capacity", capacity)):
         if value is not None:
             raise ValueError(f"density={density!r} says how many entries are sent; leave out {name}={value!r}")
 
 
-def _left(r, v, kept: str, tau, scale):
-    """What a reset leaves of r and v; scale is that of their leaves in the last payload."""
-    if kept == "nothing":
-        return jnp.float32(0), jnp.float32(0)
-    if kept == "excess":
-        return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)  # v falls as r**2 does
-    return r - CODES[kept]().round(r, scale), jnp.float32(0)
+def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
+    """bool[n], the `count` entries of largest size times certainty; an entry that is clear has certainty 1."""
+    certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
+    return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count), len(r))
 
 
-def _accumulate(gradient, sum_grad_squared, state: VarianceState, decay, ok):
-    """r and v with this step's gradient; without change if not `ok`.
-
-    The choice is made here, entry by entry, because a conditional around the whole step makes XLA copy the state.
-    """
-    if sum_grad_squared is None:
-        sum_grad_squared = gradient * gradient
-    r, v = state.after_reset()
-    decays = True if state.kept == "excess" else ~unpack_mask(state.reset, state.bucket.size)
-    v = jnp.minimum(jnp.where(decays, decay * v, v) + sum_grad_squared, FLOAT_MAX)
-    # A skipped step leaves `reset` standing, so the raw values go back, not the ones after it.
-    return jnp.where(ok, r + gradient, state.accumulated), jnp.where(ok, v, state.variance)
-
-
-def _encodable(clear, r, code: Code, segment_of_word, segments: int):
-    """Masks, as words, of what passed and of what of it the code can send; and the leaves' scales."""
+def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple[Array, Array, Array]:
+    """Packed masks of the entries that passed and of those that the code can send; and the leaves' scales."""
+    leaf_of_word = jnp.asarray(bucket.leaf_of_word())
     if not code.scale_bits:
         passed = pack_mask(clear)
-        scale = jnp.zeros(segments, jnp.uint32)
+        scales = jnp.zeros(len(bucket.segments), jnp.uint32)
     else:
         passed, peak = pack_mask_and_peak(clear, r)
-        scale = code.to_scale(jax.ops.segment_max(peak, segment_of_word, segments, indices_are_sorted=True))
-    return passed, passed & _at_least(r, code.smallest(scale), segment_of_word), scale
-
-
-def _at_least(r, smallest, segment_of_word):
-    """Mask, as words, of |r| >= the smallest magnitude of its segment. r: float32[n]; smallest: float32[segments]."""
-    lowest = jnp.repeat(smallest[segment_of_word], LANES)[: len(r)]
-    return pack_mask(jnp.abs(r) >= lowest)
+        peaks = jax.ops.segment_max(peak, leaf_of_word, len(bucket.segments), indices_are_sorted=True)
+        scales = code.to_scale(peaks)
+    smallest = jnp.repeat(code.smallest(scales)[leaf_of_word], LANES)[: len(r)]
+    return passed, passed & pack_mask(jnp.abs(r) >= smallest), scales

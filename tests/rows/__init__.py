@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 def seed_words(key, step, leaf=0, begin=0, rank=None):
-    """The two words that `gcjax._random.hash_bits` draws from the key of one step, for numpy oracles."""
+    """The two words that `gcjax._kernels.hashing.hash_bits` draws from the key of one step, for numpy oracles."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), leaf), begin)
     key = key if rank is None else jax.random.fold_in(key, rank)
     return np.asarray(jax.random.bits(key, (2,), jnp.uint32))

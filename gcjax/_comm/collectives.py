@@ -1,0 +1,189 @@
+"""Collectives over mesh axes: the only module outside `_moments` that names one of JAX's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gcjax._comm.comm import Comm
+from gcjax._types import Array, AxisNames, PyTree
+
+
+def axis_tuple(axis_name: AxisNames) -> tuple[str, ...]:
+    """`None`, one name or several, as a tuple of names. Raises TypeError for anything else."""
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name must be a string, a tuple of strings or None, got {axis_name!r}")
+    return names
+
+
+def comm_for_axes(axis_names: tuple[str, ...], inner_axes: tuple[str, ...] = ()) -> Comm:
+    """The workers along one or several mesh axes; without axes a single worker that moves nothing.
+
+    Values given to a `Comm` with `inner_axes` must be equal along them. The inner workers, which share a slow link,
+    then share the work: each moves one part over the slow link, and they gather the whole over the fast one.
+
+    Raises:
+      ValueError: when an axis is not bound, that is, outside `shard_map` or `pmap` over it.
+    """
+    return _factory.get()(axis_names, inner_axes)
+
+
+@contextmanager
+def replaced_comm(factory: Callable[[tuple[str, ...], tuple[str, ...]], Comm]) -> Iterator[None]:
+    """Inside, transforms get their `Comm` from `factory(axis_names, inner_axes)` when they are traced."""
+    token = _factory.set(factory)
+    try:
+        yield
+    finally:
+        _factory.reset(token)
+
+
+def axis_size(axis_names: tuple[str, ...]) -> int:
+    """Number of workers along the axes. Raises ValueError when an axis is not bound."""
+    try:
+        return lax.axis_size(axis_names)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {axis_names} is not bound here ({error}). Call update inside jax.shard_map or jax.pmap over "
+            "that axis, for example with gcjax.make_train_step, or leave axis_name out for a single worker."
+        ) from error
+
+
+def worker_index(axis_names: tuple[str, ...]) -> Array:
+    """This worker's number along the axes, int32."""
+    return lax.axis_index(axis_names)
+
+
+def dense_mean(x: Array, axis_names: tuple[str, ...]) -> Array:
+    """Mean over the axes, of the shape and dtype of `x`."""
+    return lax.pmean(x, axis_names)
+
+
+def pmax_if_axes(x: Array, axis_names: tuple[str, ...]) -> Array:
+    """Maximum over the axes; identity if there are none."""
+    return lax.pmax(x, axis_names) if axis_names else x
+
+
+def send(x: Array, destinations: Sequence[int], axis_names: tuple[str, ...]) -> Array:
+    """What was sent to this worker; zeros if nobody sent anything.
+
+    Args:
+      x: what this worker sends.
+      destinations: for each worker, the number of the worker it sends to; its own number if it sends nothing. Static.
+      axis_names: mesh axes of the workers.
+    """
+    pairs = [(worker, int(to)) for worker, to in enumerate(destinations) if to != worker]
+    return lax.ppermute(x, axis_names, pairs)
+
+
+def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:
+    """Gather whole arrays from the shards over `axis_names`; `specs` are `PartitionSpec`s, a prefix of the tree."""
+
+    def whole(x, spec):
+        for dimension, names in sharded_dimensions(spec, axis_names):
+            x = lax.all_gather(x, names, axis=dimension, tiled=True)
+        return x
+
+    return jax.tree.map(whole, tree, jax.tree.broadcast(specs, tree))
+
+
+def scatter_mean(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:
+    """The mean over the axes, sharded as the arrays were before `gather_shards`."""
+
+    def shard(x, spec):
+        left = set(axis_names)
+        for dimension, names in sharded_dimensions(spec, axis_names):
+            x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True) / axis_size(names)
+            left -= set(names)
+        return dense_mean(x, tuple(sorted(left))) if left else x
+
+    return jax.tree.map(shard, tree, jax.tree.broadcast(specs, tree))
+
+
+def sharded_dimensions(spec: jax.sharding.PartitionSpec, axis_names: tuple[str, ...]) -> list:
+    """[(dimension, all axes that shard it)] for each dimension that a `PartitionSpec` shards over any of the axes."""
+    dimensions = enumerate(axis_tuple(entry) for entry in spec)
+    return [(dimension, names) for dimension, names in dimensions if set(names) & set(axis_names)]
+
+
+def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...], inner_workers: int) -> Comm:
+    moved = [0.0]
+
+    def in_parts(collective, rows, share):
+        """`collective` of this inner worker's columns of `rows`, then all columns; a `share` of the bytes is moved."""
+        width = -(-rows.shape[1] // inner_workers)
+        own = rows if inner_workers == 1 else _own_columns(rows, width, inner_axes)
+        moved[0] += share * own.nbytes
+        result = collective(own)
+        if inner_workers == 1:
+            return result
+        # The gather makes the values equal everywhere, even where parts were summed in different orders.
+        return lax.all_gather(result, inner_axes, axis=1, tiled=True, to="invarying")[:, : rows.shape[1]]
+
+    def maximum(x):  # not in parts: it is exact in any order, and of few values
+        moved[0] += 2 * (size - 1) / size * x.nbytes
+        return lax.pmax(x, axis_names)
+
+    def total(x):
+        share = 2 * (size - 1) / size
+        return in_parts(lambda own: lax.psum(own, axis_names), x.reshape(1, -1), share).reshape(x.shape)
+
+    def gather(x):
+        # "invarying": typed as equal on all workers, so that the result may leave shard_map with out_specs=P().
+        rows = in_parts(
+            lambda own: lax.all_gather(own, axis_names, tiled=True, to="invarying"), x.reshape(1, -1), size - 1
+        )
+        return rows.reshape(size, *x.shape)
+
+    def all_to_all(x):
+        share = (size - 1) / size
+        return in_parts(
+            lambda own: lax.all_to_all(own, axis_names, split_axis=0, concat_axis=0), x.reshape(size, -1), share
+        ).reshape(x.shape)
+
+    return Comm(
+        size=size,
+        rank=lambda: worker_index(axis_names),
+        max=maximum,
+        sum=total,
+        mean=lambda x: total(x) / size,
+        gather=gather,
+        all_to_all=all_to_all,
+        bytes_moved=lambda: moved[0],
+        metered=lambda: _on_axes(axis_names, size, inner_axes, inner_workers),
+        inner_workers=inner_workers,
+    )
+
+
+def _own_columns(rows: Array, width: int, inner_axes: tuple[str, ...]) -> Array:
+    """This inner worker's `width` columns; the last worker's are padded with zeros."""
+    padded = jnp.pad(rows, ((0, 0), (0, width * axis_size(inner_axes) - rows.shape[1])))
+    return lax.dynamic_slice_in_dim(padded, worker_index(inner_axes) * width, width, axis=1)
+
+
+def _single_worker() -> Comm:
+    return Comm(
+        size=1,
+        rank=lambda: jnp.int32(0),
+        max=lambda x: x,
+        sum=lambda x: x,
+        mean=lambda x: x,
+        gather=lambda x: x[None],
+        all_to_all=lambda x: x,
+        bytes_moved=lambda: 0.0,
+        metered=_single_worker,
+    )
+
+
+def mesh_comm(axis_names: tuple[str, ...], inner_axes: tuple[str, ...] = ()) -> Comm:
+    """The `Comm` of real mesh axes, which `comm_for_axes` returns unless it was replaced."""
+    if not axis_names:
+        return _single_worker()
+    return _on_axes(axis_names, axis_size(axis_names), inner_axes, axis_size(inner_axes) if inner_axes else 1)
+
+
+_factory: ContextVar[Callable[[tuple[str, ...], tuple[str, ...]], Comm]] = ContextVar("_factory", default=mesh_comm)

@@ -1,0 +1,153 @@
+"""Simulated workers that all send what this one sends: to list and time what a method does.
+
+A transform made without axis names gets simulated workers from `simulated_workers`. Traced on shapes alone, they list
+every transfer; run, they take the time of compressing and decoding, without a network.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._comm.collectives import mesh_comm, replaced_comm
+from gcjax._comm.comm import Comm
+from gcjax._types import Array, PyTree
+
+SIDE = 1000  # rows of the square matrices that stand for a model of which only the size is known
+
+
+class Transfer(NamedTuple):
+    """One collective.
+
+    Attributes:
+      kind: "maximum", "all_reduce", "all_gather" or "all_to_all".
+      bytes: what one worker puts in.
+    """
+
+    kind: str
+    bytes: int
+
+
+Record = list["Transfer | Record"]  # a nested list stands for code that runs on some steps only
+
+
+def ring_bytes(transfer: Transfer, workers: int) -> float:
+    """What one worker sends, and receives, with ring algorithms."""
+    share = {"maximum": 2 / workers, "all_reduce": 2 / workers, "all_gather": 1, "all_to_all": 1 / workers}[
+        transfer.kind
+    ]
+    return share * (workers - 1) * transfer.bytes
+
+
+def arriving_bytes(transfer: Transfer, workers: int) -> int:
+    """Bytes that a worker holds in memory after the transfer."""
+    return transfer.bytes * (workers if transfer.kind == "all_gather" else 1)
+
+
+def model_of(size: int) -> list[jax.ShapeDtypeStruct]:
+    """A model of `size` parameters: square matrices of `SIDE` rows (fewer if it is smaller), then the rest."""
+    side = min(SIDE, max(math.isqrt(size), 1))
+    rows, rest = divmod(size, side)
+    shapes: list[tuple[int, ...]] = [(side, side)] * (rows // side) + [(rows % side, side), (rest,)]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes if math.prod(shape)]
+
+
+def transfers_of(tx, params: PyTree, workers: int, squares: bool) -> tuple[Transfer, ...]:
+    """What one worker sends in one update, in order. Only traces: nothing is computed or allocated.
+
+    Of several capacities, the largest counts.
+
+    Args:
+      tx: a transform made without axis names.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      workers: number of workers.
+      squares: whether `tx` takes `sum_grad_squared`.
+    """
+    record: Record = []
+
+    def update(gradient, zeros):
+        extra = {"sum_grad_squared": gradient} if squares else {}
+        with simulated_workers(workers, zeros, record):
+            return tx.update(gradient, tx.init(gradient), **extra)
+
+    jax.eval_shape(update, params, jax.ShapeDtypeStruct((workers,), jnp.int32))
+    return _with_largest_branches(record, workers)
+
+
+def _with_largest_branches(record: Record, workers: int) -> tuple[Transfer, ...]:
+    # A collective stands between two choices, so adjacent branches always belong to one choice.
+    transfers: list[Transfer] = []
+    branches: list[tuple[Transfer, ...]] = []
+    for entry in [*record, None]:
+        if isinstance(entry, list):
+            branches.append(_with_largest_branches(entry, workers))
+            continue
+        if branches:
+            transfers += max(branches, key=lambda branch: sum(ring_bytes(m, workers) for m in branch))
+            branches = []
+        if entry is not None:
+            transfers.append(entry)
+    return tuple(transfers)
+
+
+@contextlib.contextmanager
+def simulated_workers(workers: int, zeros: Array, record: Record) -> Iterator[None]:
+    """Inside, transforms without axis names have `workers` workers. `zeros` is as for `simulated_comm`."""
+
+    def factory(axis_names, inner_axes):
+        return mesh_comm(axis_names, inner_axes) if axis_names else simulated_comm(workers, zeros, record)
+
+    with replaced_comm(factory):
+        yield
+
+
+def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
+    """Workers that all send the same. Every transfer is appended to `record`.
+
+    Args:
+      workers: how many.
+      zeros: int32[workers], opaque zeros: otherwise XLA decodes one payload and reuses it for all workers.
+      record: list to append to. Code that runs on some steps only gets a list of its own within.
+    """
+
+    def note(kind, x):
+        record.append(Transfer(kind, x.nbytes))
+
+    def maximum(x):
+        note("maximum", x)
+        return x + zeros[0].astype(x.dtype)
+
+    def total(x):
+        note("all_reduce", x)
+        return workers * x + zeros[0].astype(x.dtype)
+
+    def rows(x):
+        return x[None] + zeros.astype(x.dtype).reshape(-1, *[1] * x.ndim)
+
+    def gather(x):
+        note("all_gather", x)
+        return rows(x)
+
+    def all_to_all(x):
+        note("all_to_all", x)
+        return rows(x[0])  # what the others send to worker 0 is what it sends to itself
+
+    def metered():
+        branch: Record = []
+        record.append(branch)
+        return simulated_comm(workers, zeros, branch)
+
+    return Comm(
+        size=workers,
+        rank=lambda: zeros[0],
+        max=maximum,
+        sum=total,
+        mean=lambda x: total(x) / workers,
+        gather=gather,
+        all_to_all=all_to_all,
+        bytes_moved=lambda: sum(ring_bytes(entry, workers) for entry in record if isinstance(entry, Transfer)),
+        metered=metered,
+    )

@@ -1,0 +1,62 @@
+"""What a method is: the protocol of a compressor, and what it reports."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from gcjax._comm.comm import Comm
+from gcjax._kernels.buckets import Bucket
+from gcjax._types import Array, PyTree
+
+
+class SendReport(NamedTuple):
+    """What one worker sent in one update of one bucket. Scalars.
+
+    Attributes:
+      selected: int32, entries that passed the method's test: sent + underflow + overflow.
+      sent: int32, entries put on the wire.
+      underflow: int32, entries too small for the value code.
+      overflow: int32, entries beyond the capacity.
+      capacity: int32, slots in the payload.
+      wire_bytes: float32, bytes moved by metered collectives (`Comm.metered`). Those of the other collectives, which
+        run on every step, are added by `compress`.
+      payload_bits: float32, bits of this worker's message without padding. Where the method's source has a code of
+        varying length, the length of that code.
+    """
+
+    selected: Array
+    sent: Array
+    underflow: Array
+    overflow: Array
+    capacity: Array
+    wire_bytes: Array
+    payload_bits: Array
+
+
+def dense_report(entries: int, payload_bits: Array | float) -> SendReport:
+    """The report of a method that sends something for each of the bucket's entries, with unmetered collectives."""
+    count, none = jnp.int32(entries), jnp.int32(0)
+    return SendReport(count, count, none, none, count, jnp.float32(0), jnp.float32(payload_bits))
+
+
+InitFn = Callable[[Bucket], PyTree]
+UpdateFn = Callable[[Array, Array | None, PyTree, Comm, Array], tuple[Array, PyTree, SendReport]]
+
+
+class Compressor(NamedTuple):
+    """A method, as two pure functions over one flat bucket.
+
+    `update(gradient, sum_grad_squared, state, comm, all_finite)` takes float32[bucket.size], the same or None, one
+    worker's state, the collectives, and a bool scalar that is equal on all workers. It returns the update, bit-equal on
+    all workers, the new state and the report. `all_finite` is False when the input of any worker is not finite: the
+    update must then be NaN everywhere and the state must come back as it was.
+
+    Attributes:
+      init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,
+        float32[bucket.size], what this worker has taken in and neither sent nor given up.
+      update: see above.
+    """
+
+    init: InitFn
+    update: UpdateFn

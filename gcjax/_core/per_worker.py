@@ -1,0 +1,62 @@
+"""State that differs between workers, and its encoding on a mesh."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._types import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerWorker:
+    """State that differs between workers.
+
+    Off the mesh, and inside `jax.shard_map`, a node holds one worker's state. On a mesh it holds all workers' leaves
+    one after the other along axis 0, sharded over `axes`. Each worker then sees its own leaf without a reshape, for
+    which XLA would copy the state. `gcjax.state_specs` and `gcjax.place` shard these nodes and replicate all others.
+
+    Attributes:
+      value: the packed state: leaves as they are, scalars as vectors of one.
+      axes: mesh axes of the workers. Static.
+      shapes: shape of each leaf of one worker's state, before packing. Static.
+    """
+
+    value: Any
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def pack(cls, tree: PyTree, axes: tuple[str, ...]) -> "PerWorker":
+        """One worker's state, a pytree of arrays, as a node."""
+        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(tree))
+        return cls(jax.tree.map(lambda x: jnp.reshape(x, jnp.shape(x) or (1,)), tree), axes, shapes)
+
+    def unpack(self) -> PyTree:
+        """The state of the only worker that the node holds: the inverse of `pack`.
+
+        Raises:
+          ValueError: when the node holds several workers.
+        """
+        if (workers := self.workers) > 1:
+            raise ValueError(
+                f"update got the state of {workers} workers at once. Call it inside jax.shard_map or jax.pmap with "
+                "in_specs=gcjax.state_specs(state), so that every worker sees its own"
+            )
+        leaves, treedef = jax.tree.flatten(self.value)
+        return treedef.unflatten([x.reshape(shape) for x, shape in zip(leaves, self.shapes, strict=True)])
+
+    def stacked(self) -> PyTree:
+        """The state of all workers that the node holds: leaves of shape (workers, *shape)."""
+        leaves, treedef = jax.tree.flatten(self.value)
+        workers = self.workers
+        return treedef.unflatten([x.reshape(workers, *shape) for x, shape in zip(leaves, self.shapes, strict=True)])
+
+    @property
+    def workers(self) -> int:
+        """Number of workers whose state the node holds; 1 where no leaf has an entry."""
+        sizes = zip(jax.tree.leaves(self.value), self.shapes, strict=True)
+        return max((math.prod(x.shape) // math.prod(shape) for x, shape in sizes if math.prod(shape)), default=1)

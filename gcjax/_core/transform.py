@@ -1,0 +1,235 @@
+"""From a compressor to an optax transform."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
+from gcjax._core.compressor import Compressor, SendReport
+from gcjax._core.per_worker import PerWorker
+from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._kernels.bits import pack_mask
+from gcjax._kernels.buckets import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._types import Array, AxisNames, PyTree
+
+
+class UpdateReport(NamedTuple):
+    """What the last update sent, summed over the buckets. Scalars of one worker.
+
+    Attributes:
+      sent: `SendReport`.
+      parameters: float32, entries of the model.
+      workers: int32, number of workers.
+      inner_workers: int32, inner workers of each.
+      skipped: int32, updates so far that were skipped because some worker's input was not finite.
+    """
+
+    sent: SendReport
+    parameters: Array
+    workers: Array
+    inner_workers: Array
+    skipped: Array
+
+
+class CompressState(NamedTuple):
+    """State of a compressing transform.
+
+    Attributes:
+      buckets: PerWorker, a tuple with the method's state of each bucket.
+      report: PerWorker, an `UpdateReport`.
+    """
+
+    buckets: PerWorker
+    report: PerWorker
+
+
+def compress(
+    compressor: Compressor, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transform that replaces each worker's gradient by the compressed mean over the workers.
+
+    Args:
+      compressor: the method.
+      axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
+        worker, whose update is what its own payload decodes to.
+      inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
+        them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
+        along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
+        link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
+
+    Returns:
+      A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
+      of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
+      all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`), and per shard where the
+      parameters are sharded over further axes (`gcjax.init_sharded`).
+
+    Raises (from `update`):
+      ValueError: an axis that is not bound; gradients already reduced over it; a `sum_grad_squared`, `params` or state
+        of another structure; a negative `sum_grad_squared` where its value is known.
+      TypeError: leaves of integer or complex dtype.
+    """
+    worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
+    if both := set(worker_axes) & set(inner_axes):
+        raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
+
+    def init(params) -> CompressState:
+        layout = layout_of(params)
+        axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
+        none, no_bytes = jnp.int32(0), jnp.float32(0)
+        sent = SendReport(none, none, none, none, none, no_bytes, no_bytes)
+        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none)
+        buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
+        return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes))
+
+    def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
+        del extra_args
+        layout = layout_of(updates)
+        sum_grad_squared = _mask_like(updates, sum_grad_squared)
+        _check_inputs(layout, state, params, sum_grad_squared)
+        if not layout.buckets:
+            return updates, state
+        bucket_states, old_report = state.buckets.unpack(), state.report.unpack()
+        comm = comm_for_axes(worker_axes, inner_axes)
+        _reject_reduced(updates, worker_axes + inner_axes)
+        if inner_axes:
+            updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
+
+        gradients = flatten(layout, updates)
+        squares = [None] * len(gradients) if sum_grad_squared is None else flatten(layout, sum_grad_squared)
+        axes = state.buckets.axes
+        shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
+        any_bad = _any_bad(gradients, squares).astype(jnp.int32)
+        all_finite = comm.max(pmax_if_axes(any_bad, shard_axes)) == 0
+
+        results = [
+            compressor.update(gradient, square, bucket_state, comm, all_finite)
+            for gradient, square, bucket_state in zip(gradients, squares, bucket_states, strict=True)
+        ]
+        means, bucket_states, reports = zip(*results, strict=True)
+
+        sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *reports)
+        report = UpdateReport(
+            sent=sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved()),
+            parameters=jnp.float32(layout.entries),
+            workers=jnp.int32(comm.size),
+            inner_workers=jnp.int32(comm.inner_workers),
+            skipped=old_report.skipped + ~all_finite,
+        )
+        # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
+        bucket_states, report = vary((bucket_states, report), axes if tracks_variation(axes) else ())
+        new = CompressState(PerWorker.pack(bucket_states, axes), PerWorker.pack(report, axes))
+        return _equal_where_gradients_are(unflatten(layout, list(means)), updates, shard_axes), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_masked(node) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
+    """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
+    if tree is None or jax.tree.structure(updates, is_leaf=_is_masked) != jax.tree.structure(tree):
+        return tree
+    return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
+
+
+def _check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_squared: PyTree) -> None:
+    if tuple(s.bucket for s in state.buckets.value) != layout.buckets:
+        raise ValueError(
+            f"the state was initialised for other leaves than this gradient with shapes {layout.shapes}; call init "
+            "with the parameters that update sees"
+        )
+    for name, tree in (("params", params), ("sum_grad_squared", sum_grad_squared)):
+        if tree is not None:
+            _check_like_gradient(name, tree, layout)
+    if sum_grad_squared is not None:
+        _check_not_negative(sum_grad_squared)
+
+
+def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
+    if jax.tree.structure(tree) != layout.treedef:
+        raise ValueError(
+            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree"
+        )
+    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(tree), layout.shapes, strict=True):
+        if jnp.shape(leaf) != shape:
+            raise ValueError(f"{name} leaf {path_name(path)} has shape {jnp.shape(leaf)}, the gradient {shape}")
+
+
+def _check_not_negative(sum_grad_squared: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(sum_grad_squared):
+        if not isinstance(leaf, jax.core.Tracer) and (np.asarray(leaf) < 0).any():
+            raise ValueError(
+                f"sum_grad_squared leaf {path_name(path)} has a negative entry ({np.min(leaf)}); it must be a sum of "
+                "squares, as gcjax.value_and_moments returns"
+            )
+
+
+def _reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
+    """Raise when a gradient is typed as equal on all workers. Where JAX tracks no such types, nothing is checked."""
+    if not tracks_variation(axes):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        reduced = [axis for axis in axes if axis not in varying_axes(leaf)]
+        if reduced:
+            raise ValueError(
+                f"gradient leaf {path_name(path)} does not vary over {reduced}: it has been reduced already, so "
+                "compressing it would save nothing. jax.grad of replicated parameters inside shard_map sums over the "
+                "workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), axis_name=...), "
+                "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
+                "per worker: use make_train_step(accumulate=...) instead.)"
+            )
+
+
+def _inner_mean(updates: PyTree, sum_grad_squared: PyTree, inner_axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:
+    """The gradient of the inner workers' joint batch, and its squares: each sample now counts 1 / size.
+
+    A reduce-scatter would move half the bytes, but each inner worker would then keep the state of one part of the
+    model, and `init` does not know the mesh. Sharding the parameters over the inner axis does exactly that.
+    """
+    size = axis_size(inner_axes)
+    updates = jax.tree.map(lambda x: dense_mean(x, inner_axes), updates)
+    if sum_grad_squared is not None:
+        sum_grad_squared = jax.tree.map(lambda x: dense_mean(x, inner_axes) / size, sum_grad_squared)
+    return updates, sum_grad_squared
+
+
+def _shard_axes(params: PyTree, averaged_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which the parameters are sharded, known inside `jax.shard_map`."""
+    axes = varying_axes(params)
+    if wrong := sorted(axes & set(averaged_axes)):
+        raise ValueError(
+            f"the parameters are sharded over {wrong}, over which the gradient is to be averaged: parts of different "
+            "parameters would be added. Name only axes along which the workers have the same parameters; "
+            "gcjax.make_train_step averages over the others by itself"
+        )
+    return tuple(sorted(axes))
+
+
+def _equal_where_gradients_are(updates: PyTree, gradients: PyTree, shard_axes: tuple[str, ...]) -> PyTree:
+    """Average the updates of leaves that are not sharded over the shards.
+
+    Such a leaf shares its buckets with leaves that are sharded, so each shard sends other entries of it. The mean is
+    equal on all shards and loses nothing.
+    """
+
+    def mean(u, g):
+        over = tuple(axis for axis in shard_axes if axis in varying_axes(u) - varying_axes(g))
+        return dense_mean(u, over) if over else u
+
+    return jax.tree.map(mean, updates, gradients)
+
+
+def _any_bad(gradients: list[Array], squares: list[Array | None]) -> Array:
+    """Whether any entry is not finite or any square is negative. Over mask words: a plain any() is twice as slow."""
+    bad = jnp.bool_(False)
+    for gradient, square in zip(gradients, squares, strict=True):
+        wrong = ~jnp.isfinite(gradient)
+        if square is not None:
+            wrong = wrong | ~((square >= 0) & (square < jnp.inf))
+        bad = bad | jnp.any(pack_mask(wrong) != 0)
+    return bad

@@ -1,0 +1,103 @@
+"""The leaves of a bucket as matrices: those of one shape in a batch; their products, and orthonormal vectors."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from gcjax._kernels.bits import TINY
+from gcjax._kernels.buckets import Bucket, Segment
+from gcjax._types import Array
+
+
+class Batch(NamedTuple):
+    """Leaves that are rows x columns matrices."""
+
+    rows: int
+    columns: int
+    segments: tuple[Segment, ...]
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """The leaves of a bucket that are handled as matrices, and the others."""
+
+    bucket: Bucket
+    batches: tuple[Batch, ...]
+    others: tuple[Segment, ...]
+
+    def take(self, flat) -> tuple[list[Array], Array]:
+        """A flat bucket -> for each batch of b float32[b, rows, columns]; the other leaves, one after the other."""
+        matrices = []
+        for batch in self.batches:
+            size = batch.rows * batch.columns
+            parts = [flat[s.offset : s.offset + size] for s in batch.segments]
+            matrices.append(jnp.concatenate(parts).reshape(-1, batch.rows, batch.columns))
+        return matrices, jnp.concatenate([flat[:0], *(flat[s.offset : s.offset + s.size] for s in self.others)])
+
+    def join(self, matrices, others) -> Array:
+        """The inverse of `take`."""
+        parts: dict[Segment, Array] = {}
+        begin = end = 0
+        for batch, m in zip(self.batches, matrices, strict=True):
+            parts |= {s: m[i].ravel() for i, s in enumerate(batch.segments)}
+        for s in self.others:
+            parts[s] = others[begin : begin + s.size]
+            begin += s.size
+        flat = []
+        for s in self.bucket.segments:
+            flat += [jnp.zeros(s.offset - end), parts[s]]
+            end = s.offset + s.size
+        return jnp.concatenate(flat)  # XLA takes the leaves straight from the parts
+
+
+def matrices_of(bucket: Bucket, wanted: Callable[[int, int], bool]) -> Matrices:
+    """The leaves of shape (..., columns), the other axes taken together as rows, for which `wanted(rows, columns)`.
+
+    A part of a leaf that is split between buckets counts as a vector, and a vector as a matrix of one row.
+    """
+    by_shape: dict[tuple[int, int], list[Segment]] = {}
+    others: list[Segment] = []
+    for s in bucket.segments:
+        columns = math.prod(s.shape[-1:])
+        rows = s.size // columns
+        (by_shape.setdefault((rows, columns), []) if wanted(rows, columns) else others).append(s)
+    return Matrices(bucket, tuple(Batch(*shape, tuple(parts)) for shape, parts in by_shape.items()), tuple(others))
+
+
+def multiply(subscripts: str, x, y) -> Array:
+    """`jnp.einsum` in full float32; accelerators multiply with fewer bits by default."""
+    return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
+
+
+def unit(x) -> Array:
+    """Vectors along the last axis scaled to length 1; one without a normal number in it becomes zero."""
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)  # the squares of 1e30 and 1e-30 leave float32's range
+    x = jnp.where(largest >= TINY, x / largest, 0)
+    return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1))
+
+
+def orthonormal(p, epsilon: float) -> Array:
+    """The vectors p[:, 0], p[:, 1], ... (batch, n), made orthonormal in this order by Gram-Schmidt.
+
+    Zero takes the place of one of which no more than the share `epsilon` is left after the earlier ones are taken out.
+    """
+
+    def add(k, basis):
+        x = _remove(unit(p[:, k]), basis)
+        left = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+        x = unit(_remove(unit(x), basis))  # rounding errors along the basis, too, may be most of what is left
+        return basis.at[:, k].set(jnp.where(left > epsilon, x, 0))
+
+    return lax.fori_loop(0, p.shape[1], add, jnp.zeros_like(p))
+
+
+def _remove(x, basis) -> Array:
+    """x (batch, n) less its projection on the orthonormal `basis` (batch, k, n)."""
+    return x - multiply("bk,bkn->bn", multiply("bkn,bn->bk", basis, x), basis)

@@ -1,0 +1,4 @@
+"""Predicts how long a step takes with each method on a given network.
+
+Imports `_comm` and `methods`.
+"""

@@ -1,0 +1,132 @@
+"""The network model: what a collective takes over a link; and the units in which people give links, times and sizes.
+
+A message of m bytes between p workers over a link of latency a and b bytes per second takes, whichever is less:
+
+    all-reduce   recursive doubling, ceil(log2 p) (a + m / b); or halving and doubling, 2 ceil(log2 p) a +
+                 2 (p - 1) / p m / b: a ring moves the same bytes in 2 (p - 1) messages
+    all-gather   recursive doubling, ceil(log2 p) a + (p - 1) m / b
+    all-to-all   pairwise, (p - 1) a + (p - 1) / p m / b; or Bruck's algorithm, ceil(log2 p) (a + m / 2 b)
+
+**Source.** Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
+doi 10.1177/1094342005051521, tables of section 4; there exact for powers of two. Links carry both directions at once.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from gcjax._comm.simulated import Transfer, arriving_bytes
+
+EFFICIENCY = 1448 / 1514  # TCP's payload in a full Ethernet frame: 0.956
+PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "": 1.0}
+_NUMBER = r"\s*(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*"
+
+
+class Link(NamedTuple):
+    """bits_per_second: line rate, each way.  latency: seconds of a message without content.
+
+    efficiency: share of the rate that is left for the content; the default is for TCP over Ethernet.
+    """
+
+    bits_per_second: float
+    latency: float
+    efficiency: float = EFFICIENCY
+
+    def seconds(self, message: Transfer, workers: int) -> float:
+        """Seconds of one collective between workers who have such a link each."""
+        if workers == 1:
+            return 0.0
+        a, m, rounds = self.latency, 8 * message.bytes / (self.bits_per_second * self.efficiency), _log2(workers)
+        rest = (workers - 1) / workers
+        if message.kind == "all_gather":
+            return rounds * a + (workers - 1) * m
+        if message.kind == "all_to_all":
+            return min((workers - 1) * a + rest * m, rounds * (a + m / 2))
+        return min(rounds * (a + m), 2 * (rounds * a + rest * m))
+
+
+def _log2(workers: int) -> int:
+    return (workers - 1).bit_length()
+
+
+class Setting(NamedTuple):
+    """parameters: of the model.  workers: in all; `inner_workers` of them share a host and its `link` to the others.
+
+    step_time: seconds of a step without the exchange.  inner_link: between the workers of a host.
+    """
+
+    parameters: int
+    workers: int
+    link: Link
+    step_time: float
+    inner_workers: int
+    inner_link: Link | None
+
+    def wire_seconds(self, messages: tuple[Transfer, ...], squares: bool) -> float:
+        """Seconds of the messages, one after the other; between hosts striped over the inner workers."""
+        hosts, inner = self.workers // self.inner_workers, self.inner_workers
+        seconds = sum(self.link.seconds(message, hosts) for message in messages)
+        if self.inner_link is None:
+            return seconds
+        seconds += self.inner_link.seconds(Transfer("all_reduce", 4 * self.parameters), inner) * (1 + squares)
+        if hosts > 1:
+            stripes = [arriving_bytes(m, hosts) // inner for m in messages if m.kind != "maximum"]
+            seconds += sum(self.inner_link.seconds(Transfer("all_gather", stripe), inner) for stripe in stripes)
+        return seconds
+
+
+def as_link(name: str, value, latency: float) -> Link:
+    """A `Link` as it is; else one of that latency from a number of bits per second or a text like "10Gbit"."""
+    if isinstance(value, Link):
+        return value
+    good = 'such as "1Gbit", "100Mbit", "50GB/s" or a number of bits per second'
+    if not isinstance(value, str):
+        return Link(_positive(name, value, good), latency)
+    found = re.fullmatch(_NUMBER + r"([kKMGT]?)(bit|bit/s|bps|b/s|B/s)", value)
+    if not found:
+        raise ValueError(f"{name} must be a speed {good}, got {value!r}")
+    bits = float(found[1]) * PREFIXES[found[2]] * (8 if found[3] == "B/s" else 1)
+    return Link(_positive(name, bits, good), latency)
+
+
+def as_seconds(name: str, value) -> float:
+    """Seconds, from a number of them or a text like "300ms"."""
+    good = 'such as "0.3s", "300ms", "50us" or a number of seconds'
+    found = re.fullmatch(_NUMBER + r"(s|ms|us|µs|)", value) if isinstance(value, str) else None
+    if isinstance(value, str) and not found:
+        raise ValueError(f"{name} must be a time {good}, got {value!r}")
+    return _positive(name, float(found[1]) * TIMES[found[2]] if found else value, good, zero=True)
+
+
+def as_count(name: str, value) -> int:
+    """A whole number, also from a text like "25.6M"."""
+    good = 'such as "25.6M" or 25_600_000'
+    found = re.fullmatch(_NUMBER + r"([kKMGBT]?)", value) if isinstance(value, str) else None
+    if isinstance(value, str) and not found:
+        raise ValueError(f"{name} must be a number {good}, got {value!r}")
+    count = _positive(name, float(found[1]) * PREFIXES[found[2]] if found else value, good)
+    if count < 1 or round(count, 3) != round(count):
+        raise ValueError(f"{name} must be a whole number {good}, got {value!r}")
+    return round(count)
+
+
+def _positive(name: str, value, good: str, zero=False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {good}, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, {good}, got {value!r}")
+    return float(value)
+
+
+def rate_text(bits_per_second: float) -> str:
+    """A speed to read: "25 Gbit"."""
+    if bits_per_second in (0, math.inf):
+        return "never" if bits_per_second == 0 else "always"
+    prefix = next(p for p in ("T", "G", "M", "k", "") if bits_per_second >= PREFIXES[p] or not p)
+    return f"{bits_per_second / PREFIXES[prefix]:.3g} {prefix}bit"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time to read: "1.25 s"."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,48 @@
+"""The lift for methods that send selected entries as they are."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from gcjax._core.compressor import Compressor
+from gcjax._kernels.buckets import Bucket
+from gcjax._sparse.exchange import capacities_for, check_transport, exchange
+from gcjax._sparse.message import Message
+from gcjax._sparse.state import SparseState, reset_to_zero
+from gcjax._sparse.value_codes import float_code
+from gcjax._types import Array
+
+
+def sparse_method(
+    select: Callable[[Array, Array, Bucket], Array],
+    capacity: Callable[[Bucket], int | tuple[int, ...]],
+    transport: str = "all_gather",
+) -> Compressor:
+    """A compressor that sends the entries which `select` chooses, as float32 values with 32-bit indices.
+
+    Entries that are not sent stay in the residual.
+
+    Args:
+      select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a float32[n] the
+        gradient plus the residual.
+      capacity: capacity(bucket) -> slots of the payload, or a tuple of sizes of which the smallest that fits is used.
+      transport: "all_gather", "reduce_scatter" or "auto"; see `gcjax.variance_compress`.
+
+    Raises:
+      ValueError: for another transport.
+    """
+    check_transport(transport)
+    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
+
+    def init(bucket):
+        return SparseState.create(bucket, reset=reset_to_zero, transport=transport)
+
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
+        del sum_grad_squared
+        bucket = state.bucket
+        (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
+        message = Message(a, select(a, state.step, bucket), code, no_scales, bucket, capacities_for(capacity(bucket)))
+        exchanged = exchange(message, state.transport, comm, all_finite)
+        return exchanged.mean, state.after(exchanged, (a,), all_finite), exchanged.report
+
+    return Compressor(init, update)

@@ -1,0 +1,180 @@
+"""Selecting the largest entries: exactly, without a sort of gradient length, or by a threshold from a sample.
+
+Magnitudes are compared as the integers that their bits are (`_bits.magnitude_bits`). Zeros and numbers below float32's
+normal range are never selected: there is nothing to send.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gcjax._kernels.bits import (
+    LANES,
+    TINY,
+    bits_float,
+    by_rows,
+    count_bits,
+    magnitude_bits,
+    nth_set_bit,
+    pack_mask,
+    prefix_count,
+)
+from gcjax._kernels.groups import Groups
+from gcjax._kernels.hashing import scatter_positions
+from gcjax._sparse.compaction import assign_slots, slot_indices
+
+SAMPLE = 1 << 16
+_TINY_BITS = int(np.float32(TINY).view(np.uint32))
+_TOP_BITS = 0x7F7FFFFF  # those of the largest finite number
+
+
+def count_for_density(density, size: int):
+    """k = max(1, floor(density * size)), at most `size`; int where density is known, int32 where it is traced."""
+    if isinstance(density, (int, float)):
+        return min(max(1, math.floor(density * size)), size)
+    return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
+
+
+def kth_largest(bits, k, candidates=None):
+    """The k-th largest of each row, exactly: uint32[..., m] below 2**31, int32[...] from 1 to m -> uint32[...].
+
+    Found bit by bit from the top: 31 counts, no sort. candidates: packed mask of the entries that count, of one row.
+    """
+
+    def settle_bit(i, found):
+        trial = found | (jnp.uint32(1) << (30 - i).astype(jnp.uint32))
+        return jnp.where(_count_rows(bits >= trial[..., None], candidates) >= k, trial, found)
+
+    return lax.fori_loop(0, 31, settle_bit, jnp.zeros_like(bits[..., 0]))
+
+
+def _count_rows(mask, candidates):
+    if mask.ndim == 1:  # XLA's CPU backend is slow at long reductions to a scalar, fast at those of rows of 32
+        return jnp.sum(count_bits(_among(candidates, pack_mask(mask))))
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+
+
+def _among(candidates, words):
+    return words if candidates is None else words & candidates
+
+
+def kth_magnitude(x, k, max_nonzero=None, candidates=None):
+    """Bits of the k-th largest magnitude of x, exactly.
+
+    A sample gives a bracket that nearly always holds the wanted number. One pass counts the entries above it and
+    gathers those inside, and the search goes on among these few. Where the bracket misses, or ties fill it, all entries
+    are searched. With fewer than k entries to select, the bits of the smallest normal number are returned.
+
+    Args:
+      x: float32[n].
+      k: int or int32, from 1 to n.
+      max_nonzero: a bound on the number of entries that are not zero, where one is known; only these are searched.
+      candidates: packed mask of the entries that count. A masked copy of x would be one more array of gradient length.
+    """
+    bits, size = magnitude_bits(x), len(x)
+    if max_nonzero is not None and max_nonzero < size:
+        slots = assign_slots(pack_mask(bits > 0), jnp.int32(0))
+        slot = jnp.arange(max_nonzero, dtype=jnp.int32)
+        bits = jnp.where(slot < slots.total, bits[slot_indices(slots, max_nonzero)], 0)
+        return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
+    if size <= 2 * SAMPLE:
+        return jnp.maximum(kth_largest(bits, jnp.int32(k), candidates), _TINY_BITS)
+    place = scatter_positions(size, SAMPLE, 0)
+    sample = bits[place]
+    if candidates is not None:
+        sample = jnp.where(candidates[place // LANES] >> (place % LANES).astype(jnp.uint32) & 1 > 0, sample, 0)
+    rank = k * (SAMPLE / size)
+    slack = 4 * rank**0.5 + 8
+    ranks = jnp.clip(jnp.array([rank - slack, rank + slack]), 1, SAMPLE).astype(jnp.int32)
+    high, low = kth_largest(jnp.broadcast_to(sample, (2, SAMPLE)), ranks)
+    high = jnp.where(rank - slack < 1, _TOP_BITS, high)
+    low = jnp.maximum(jnp.where(rank + slack > SAMPLE, 0, low), _TINY_BITS)
+    above, inside = (_among(candidates, words) for words in _pack_two(bits > high, (bits >= low) & (bits <= high)))
+    count_above, slots = jnp.sum(count_bits(above)), assign_slots(inside, jnp.int32(0))
+    room = min(size // 32, round(3 * slack * size / SAMPLE)) if isinstance(k, int) else size // 32
+    found = (count_above < k) & (k <= count_above + slots.total) & (slots.total <= room)
+    too_few = (low == _TINY_BITS) & (count_above + slots.total < k)
+
+    def among_these(x, slots):
+        slot = jnp.arange(room, dtype=jnp.int32)
+        inside = jnp.where(slot < slots.total, magnitude_bits(x[slot_indices(slots, room)]), 0)
+        return jnp.where(too_few, _TINY_BITS, kth_largest(inside, k - count_above))
+
+    def among_all(x, slots):
+        del slots
+        return jnp.maximum(kth_largest(magnitude_bits(x), jnp.int32(k), candidates), _TINY_BITS)
+
+    return lax.cond(found | too_few, among_these, among_all, x, slots)
+
+
+def _pack_two(a, b):
+    """Two masks as words, in one pass over what they are made of."""
+    lanes = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+
+    def merge(x, y):
+        return x[0] | y[0], x[1] | y[1]
+
+    def pack(a, b):
+        zero = jnp.uint32(0)
+        return lax.reduce((jnp.where(a, lanes, zero), jnp.where(b, lanes, zero)), (zero, zero), merge, (1,))
+
+    return by_rows(pack, a, b)
+
+
+def top_k_mask(x, k, max_nonzero=None, candidates=None):
+    """Packed mask of the k entries of largest magnitude; of equal ones, those with the lowest index.
+
+    Fewer are set only where fewer are not zero. The arguments are those of `kth_magnitude`.
+    """
+    threshold = kth_magnitude(x, k, max_nonzero, candidates)
+    bits = magnitude_bits(x)
+    above, equal = (_among(candidates, words) for words in _pack_two(bits > threshold, bits == threshold))
+    room = k - jnp.sum(count_bits(above))
+    return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
+
+
+def keep_largest(limit: int, x, words):
+    """The `limit` entries of largest magnitude of a packed mask of x; all of them where no more are set.
+
+    Entries that wait grow until they are among the largest, so none starves. Sending one region of the parameters after
+    the other instead spoiled early training.
+    """
+
+    def largest(x, words):
+        return top_k_mask(x, limit, candidates=words)
+
+    return lax.cond(jnp.sum(count_bits(words)) > limit, largest, lambda x, words: words, x, words)
+
+
+def _lowest(words, count):
+    """The words with only their first `count` set bits, counted over all words."""
+    here = count_bits(words)
+    room = jnp.clip(count - (prefix_count(words) - here), 0, here)  # bits that this word may keep
+    stop = nth_set_bit(words, jnp.minimum(room, jnp.maximum(here - 1, 0)))
+    return jnp.where(room == here, words, words & ((jnp.uint32(1) << stop.astype(jnp.uint32)) - 1))
+
+
+def sampled(x, groups: Groups, count: int, step):
+    """Up to `count` entries of each group (all of a smaller one): float32[groups, count], 0 where there are none.
+
+    They stand one in each of `count` equal stretches, at a place that changes with `step` (int32) by a hash. Not for
+    groups of several leaves, which have padding inside.
+    """
+    width = min(count, max(groups.sizes))
+    begins = np.asarray([begin * 32 for begin, _ in groups.ranges], np.int32)[:, None]
+    sizes = np.asarray(groups.sizes, np.int32)[:, None]
+    # The last group may hold padding words between its end and the bucket's, but no parameters.
+    position = jnp.stack([scatter_positions(size, width, step) for size in groups.sizes])
+    taken = x[jnp.minimum(begins + position, len(x) - 1)]
+    return jnp.where(np.arange(width) < sizes, taken, 0)
+
+
+def quantile_threshold(samples, count, density):
+    """The magnitude that a share `density` of each group exceeds or equals, by its sample.
+
+    samples: float32[groups, m], of which `count` (int32[groups]) are real and the rest 0. Returns float32[groups].
+    """
+    k = jnp.clip(jnp.ceil(count * density), 1, samples.shape[-1]).astype(jnp.int32)
+    return bits_float(jnp.maximum(kth_largest(magnitude_bits(samples), k), _TINY_BITS))

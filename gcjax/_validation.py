@@ -1,0 +1,49 @@
+"""Checks of arguments. A value that JAX is tracing cannot be looked at and passes."""
+
+import math
+
+import jax
+
+
+def check_number(
+    name: str, value, low: float, high: float = math.inf, *, low_included=False, high_included=True, why: str = ""
+) -> None:
+    """Raise ValueError unless value is finite and in (low, high], or as `low_included` and `high_included` say."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    try:
+        x = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, got {value!r}") from error
+    above_low, below_high = x > low or (low_included and x == low), x < high or (high_included and x == high)
+    if not (math.isfinite(x) and above_low and below_high):
+        closed = high_included and not math.isinf(high)
+        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if closed else ')'}"
+        raise ValueError(f"{name} must be in {interval}, got {value!r}{'; ' + why if why else ''}")
+
+
+def check_integer(name: str, value, low: int, high: float = math.inf, *, multiple: int = 1) -> None:
+    """Raise TypeError unless `value` is an int, ValueError unless low <= value <= high and it is such a multiple."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if not low <= value <= high or value % multiple:
+        interval = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {interval}{f' and a multiple of {multiple}' * (multiple > 1)}, got {value!r}")
+
+
+def check_choice(name: str, value, allowed: tuple) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_flag(name: str, value) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_random_key(name: str, value) -> None:
+    """Raise TypeError unless `value` is a typed JAX random key."""
+    if not isinstance(value, jax.Array) or not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} must be a key made by jax.random.key(seed), got {value!r}")

@@ -1,0 +1,103 @@
+"""Everything that a method of your own needs. The methods of gcjax use the same names.
+
+A method is a `Compressor`: two pure functions over one flat float32 vector, the `Bucket`. `compress` makes an optax
+transform of it. Most methods need less than that:
+
+- a method that sends a code of every entry is a pair `encode`, `decode` for `gather_codec`;
+- a method that sends the entries it selects is a function `select` for `sparse_method`;
+- a sparse method with state or a value code of its own uses `SparseState`, `Message` and `exchange`;
+- any other method uses the collectives of `Comm` directly.
+
+Every method is under the laws that `Compressor` states: bit-equal updates on all workers, NaN everywhere and an
+unchanged state where `all_finite` is False, and a report that says what was sent.
+"""
+
+from gcjax._comm.comm import Comm
+from gcjax._core.compressor import Compressor, SendReport, dense_report
+from gcjax._core.error_feedback import CodecState, gather_codec, gather_mean, parameters_only
+from gcjax._core.per_worker import PerWorker
+from gcjax._core.transform import CompressState, compress
+from gcjax._kernels.bits import (
+    bits_float,
+    float_bits,
+    pack_mask,
+    pack_planes,
+    pack_uint,
+    unpack_mask,
+    unpack_planes,
+    unpack_uint,
+)
+from gcjax._kernels.buckets import Bucket, Segment
+from gcjax._kernels.groups import Groups, block_groups, leaf_groups, whole_group
+from gcjax._kernels.hashing import hash_bits, step_key, uniform
+from gcjax._sparse.exchange import (
+    TransportState,
+    capacities_for,
+    check_capacity,
+    check_transport,
+    default_capacities,
+    exchange,
+)
+from gcjax._sparse.message import Exchanged, Message
+from gcjax._sparse.method import sparse_method
+from gcjax._sparse.selection import count_for_density, top_k_mask
+from gcjax._sparse.state import Reset, SparseState, reset_to_zero
+from gcjax._sparse.value_codes import (
+    ValueCode,
+    class_mean_code,
+    float_code,
+    level_code,
+    power_of_two_code,
+    sign_code,
+)
+
+__all__ = [
+    "Bucket",
+    "CodecState",
+    "Comm",
+    "CompressState",
+    "Compressor",
+    "Exchanged",
+    "Groups",
+    "Message",
+    "PerWorker",
+    "Reset",
+    "Segment",
+    "SendReport",
+    "SparseState",
+    "TransportState",
+    "ValueCode",
+    "bits_float",
+    "block_groups",
+    "capacities_for",
+    "check_capacity",
+    "check_transport",
+    "class_mean_code",
+    "compress",
+    "count_for_density",
+    "default_capacities",
+    "dense_report",
+    "exchange",
+    "float_bits",
+    "float_code",
+    "gather_codec",
+    "gather_mean",
+    "hash_bits",
+    "leaf_groups",
+    "level_code",
+    "pack_mask",
+    "pack_planes",
+    "pack_uint",
+    "parameters_only",
+    "power_of_two_code",
+    "reset_to_zero",
+    "sign_code",
+    "sparse_method",
+    "step_key",
+    "top_k_mask",
+    "uniform",
+    "unpack_mask",
+    "unpack_planes",
+    "unpack_uint",
+    "whole_group",
+]

@@ -1,0 +1,1 @@
+"""Simulation of asynchronous gossip with a virtual clock."""

@@ -1,0 +1,199 @@
+"""Algorithms that no SPMD program can express, simulated in one process: nodes with clocks of their own, and baselines.
+
+**Source.** SwarmSGD: Giorgi Nadiradze, Amirmojtaba Sabour, Peter Davies, Shigang Li, Dan Alistarh, "Asynchronous
+Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv 1910.12308. D-PSGD: Lian et al. 2017, arXiv
+1705.09056. AD-PSGD: Lian et al. 2018, arXiv 1710.06952. SGP: Assran et al. 2019, arXiv 1811.10792. Local SGD: Stich
+2019, arXiv 1805.09767.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gcjax._types import Array, PyTree
+from gcjax._validation import check_choice, check_flag, check_integer
+from gcjax.gossip._graphs import Graph, adjacency, symmetric
+from gcjax.gossip._simulate.clocks import World, check_world, message_bits
+from gcjax.gossip._simulate.events import pairs
+from gcjax.gossip._simulate.nodes import Run, Trainer, make_trainer
+from gcjax.gossip._simulate.rounds import in_rounds
+
+GRAPHS = {"swarm": "complete", "ad_psgd": "complete", "d_psgd": "ring", "sgp": "exponential"}
+REDUCE = ("local_sgd", "allreduce")
+
+
+class Curves(NamedTuple):
+    """What a simulation found, at k + 1 moments from the start on; NumPy arrays of that length unless said.
+
+    events: int64, meetings of two nodes so far, or rounds of all.
+    gradients: float64, gradient steps so far, mean over the nodes.
+    seconds: float64, simulated time.
+    bits: float64, sent so far, mean over the nodes; with padding and headers.
+    resent: int64, messages so far that could not be decoded and were sent again in full; both are in `bits`.
+    spread: float64, sqrt(mean_i |x_i - mean|**2) of the nodes' models (non-blocking: of what their partners see).
+    metrics: what `evaluate` returned of the mean model, leaves stacked along a leading axis.
+    params: the mean model at the end.
+    steps: int64[nodes], gradient steps of each node at the end.
+    """
+
+    events: np.ndarray
+    gradients: np.ndarray
+    seconds: np.ndarray
+    bits: np.ndarray
+    resent: np.ndarray
+    spread: np.ndarray
+    metrics: PyTree
+    params: PyTree
+    steps: np.ndarray
+
+
+def simulate(
+    loss_fn: Callable[[PyTree, PyTree], Array],
+    params: PyTree,
+    data: PyTree,
+    tx: optax.GradientTransformation,
+    *,
+    nodes: int,
+    steps: int,
+    evaluate: Callable[[PyTree], PyTree],
+    key: Array,
+    algorithm: str = "swarm",
+    local_steps: int = 1,
+    geometric: bool = False,
+    blocking: bool = False,
+    bits: int | None = None,
+    graph: Graph | None = None,
+    batch_size: int | None = None,
+    world: World | None = None,
+    moments: int = 20,
+    progress: Callable[[int, int], None] | None = None,
+) -> Curves:
+    r"""Trains `nodes` models, one for each node, and says what that took.
+
+    `algorithm` is one of:
+
+    - "swarm", SwarmSGD. When node i has finished its local steps (a Poisson clock), it meets a random neighbour j.
+      Non-blocking, with live models X, communication copies Y and G_i its local updates since it last rang,
+      :math:`Y_i, X_i = (Y_i + Y_j) / 2 + G_i,\ Y_j = (Y_i + Y_j) / 2`: nobody waits, and j meets the average when its
+      own clock rings. Blocking, it waits for j to finish its local steps, and both go on from the mean of the two.
+    - "ad_psgd", AD-PSGD: the same, non-blocking, with an exchange after every step and in full precision.
+    - "d_psgd": every round all average with all their neighbours, by Metropolis weights.
+    - "sgp": every round each pushes half of its model and weight to the neighbour whose turn it is.
+    - "local_sgd": local steps, then the mean of all models.
+    - "allreduce": large-batch SGD, the mean gradient of all nodes and one optimiser.
+
+    The last four go in rounds that wait for the slowest node. To their favour, their steps take the mean time, without
+    the chance that the clocks have. In no algorithm does the exchange overlap with the steps. All-reduces
+    take what `gcjax.Link` says; D-PSGD sends to its neighbours one after the other; pairs exchange both ways at once.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`.
+      params: where all nodes start, floating point.
+      data: a pytree whose leaves begin with (nodes, samples): each node's own samples.
+      tx: an optax optimiser; each node has a state of its own, which is never exchanged.
+      nodes: 1 or more. One alone takes steps and sends nothing.
+      steps: gradient steps, mean over the nodes; those with clocks share them out as they ring.
+      evaluate: params -> a pytree of numbers, of the mean model.
+      key: random key, of batches, clocks, partners, rounding. A node's k-th batch is the same in all algorithms.
+      algorithm: see above.
+      local_steps: gradient steps between two exchanges of a node; 1 for "ad_psgd" and "allreduce".
+      geometric: "swarm": their number is geometric with that mean instead.
+      blocking: "swarm": the blocking variant.
+      bits: "swarm": models travel by the lattice quantiser with so many bits an entry, 4 to 16; None in full. The
+        margin is twice the largest difference that the sender has lately seen. What cannot be decoded is sent again
+        in full; the time for that is not counted.
+      graph: a name or a graph, as for the transforms; by default the complete graph, D-PSGD's ring and SGP's
+        exponential graph. None for "local_sgd" and "allreduce".
+      batch_size: samples of a batch, drawn with replacement; None for all of the node's.
+      world: `World`: link, speeds, delay, dropped messages. A round of "d_psgd" loses single exchanges; "sgp" pushes
+        that fail stay with the sender; all-reduces send again what is lost, at 1 / (1 - drop) of the bits and time.
+      moments: how often to evaluate, besides the start.
+      progress: called as `progress(done, units)` after each of them, with events or rounds.
+
+    Returns:
+      `Curves`.
+
+    Raises:
+      ValueError, TypeError: for an argument out of range, data that does not fit, a graph that is not connected.
+
+    >>> import gcjax, jax, jax.numpy as jnp, optax
+    >>> data = jnp.arange(8.0).reshape(4, 2)  # 4 nodes with 2 samples each
+    >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)
+    >>> curves = gcjax.gossip.simulate(
+    ...     loss, jnp.zeros(()), data, optax.sgd(0.02), nodes=4, steps=300, evaluate=lambda x: x, key=jax.random.key(0)
+    ... )
+    >>> print(abs(curves.metrics[-1] - 3.5) < 0.3, curves.bits[-1] == 64 * curves.events[-1] / 4)
+    True True
+    """
+    world = World() if world is None else world
+    check_integer("nodes", nodes, 1)
+    check_integer("steps", steps, 1)
+    check_integer("moments", moments, 1)
+    check_world(world, nodes)
+    _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph)
+    data = jax.tree.map(jnp.asarray, data)
+    trainer = make_trainer(loss_fn, params, tx, data, nodes, batch_size, key)
+    linked: Any = GRAPHS.get(algorithm) if graph is None else graph
+    if algorithm not in ("sgp", *REDUCE) and not symmetric(adjacency(linked, nodes)):
+        raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
+    if algorithm in ("swarm", "ad_psgd"):
+        run = pairs(trainer, world, nodes, steps, linked, local_steps, geometric, blocking, bits)
+    else:
+        run = in_rounds(trainer, world, nodes, steps, algorithm, linked, local_steps)
+    return _follow(run, trainer, data, evaluate, moments, progress)
+
+
+def _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph) -> None:
+    check_choice("algorithm", algorithm, (*GRAPHS, *REDUCE))
+    check_integer("local_steps", local_steps, 1)
+    check_flag("geometric", geometric)
+    check_flag("blocking", blocking)
+    if bits is not None:
+        check_integer("bits", bits, 4, 16)
+    if algorithm != "swarm" and (geometric or blocking or bits is not None):
+        raise ValueError(f"geometric, blocking and bits are options of algorithm='swarm', got {algorithm!r}")
+    if algorithm in ("ad_psgd", "allreduce") and local_steps != 1:
+        other = "swarm" if algorithm == "ad_psgd" else "local_sgd"
+        raise ValueError(f"{algorithm!r} exchanges after every step; for local_steps={local_steps} take {other!r}")
+    if algorithm in REDUCE and graph is not None:
+        raise ValueError(f"{algorithm!r} is an all-reduce between all nodes: leave graph out, got {graph!r}")
+
+
+def _follow(run: Run, trainer: Trainer, data, evaluate, moments: int, progress) -> Curves:
+    """Runs it, and stops to look after equal shares of the gradient steps."""
+    units = len(run.gradients) - 1
+    shares = run.gradients[-1] * np.arange(moments + 1) / moments
+    marks = np.unique(np.searchsorted(run.gradients, shares * (1 - 1e-12)).clip(0, units))
+    advance = jax.jit(run.advance, donate_argnums=0)
+
+    @jax.jit
+    def measure(state):
+        mean, spread, resent = run.look(state)
+        return evaluate(trainer.unravel(mean)), spread, resent, mean
+
+    state, found, last = run.state, [], 0
+    for mark in map(int, marks):
+        if mark > last:
+            state = advance(state, data, run.plan, last, mark)
+        *seen, mean = measure(state)
+        found.append(jax.device_get(seen))
+        last = mark
+        if progress is not None:
+            progress(mark, units)
+    metrics, spread, resent = jax.tree.map(lambda *values: np.stack(values), *found)
+    full = message_bits(len(trainer.start), None) / len(jax.tree.leaves(data)[0])
+    return Curves(
+        events=marks,
+        gradients=run.gradients[marks],
+        seconds=run.seconds[marks],
+        bits=run.bits[marks] + resent * full,
+        resent=resent.astype(np.int64),
+        spread=spread.astype(np.float64),
+        metrics=metrics,
+        params=trainer.unravel(mean),
+        steps=np.asarray(run.steps(state), np.int64),
+    )

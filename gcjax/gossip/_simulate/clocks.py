@@ -1,0 +1,122 @@
+"""When simulated nodes meet: their speeds, the link between them, and the events that follow. NumPy only."""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from gcjax._comm.simulated import Transfer
+from gcjax._kernels.bits import words_for
+from gcjax._planner.network import Link
+from gcjax._validation import check_number
+
+
+class World(NamedTuple):
+    """What a simulation runs in.
+
+    link: every node's link to all others; nobody shares it.
+    step_seconds: mean seconds of one gradient step: a number, or one for every node. A straggler has a large one.
+    delay: seconds that a message needs beyond the link's.
+    drop: probability that an exchange of two nodes fails, both ways. Both then go on with what they have.
+    """
+
+    link: Link = Link(1e9, 50e-6)
+    step_seconds: float | tuple[float, ...] = 0.01
+    delay: float = 0.0
+    drop: float = 0.0
+
+
+class Events(NamedTuple):
+    """Meetings of two nodes, e of them, in the order in which they end.
+
+    node, partner: int32[e], who began and whom it chose; equal where a node has nobody.
+    steps: int32[e, 2], gradient steps that the two finish with it; the partner's only in the blocking variant.
+    meets: bool[e], whether they exchange models.
+    seconds: float64[e].
+    """
+
+    node: np.ndarray
+    partner: np.ndarray
+    steps: np.ndarray
+    meets: np.ndarray
+    seconds: np.ndarray
+
+
+def check_world(world: World, nodes: int) -> np.ndarray:
+    """The nodes' seconds of a step, float64[nodes]. Raises ValueError or TypeError for values out of range."""
+    if not isinstance(world.link, Link):
+        raise TypeError(f"link must be a gcjax.Link, got {world.link!r}")
+    check_number("bits_per_second", world.link.bits_per_second, 0)
+    check_number("latency", world.link.latency, 0, low_included=True)
+    check_number("delay", world.delay, 0, low_included=True)
+    check_number("drop", world.drop, 0, 1, low_included=True, high_included=False)
+    seconds = np.asarray(world.step_seconds, np.float64)
+    if seconds.shape not in ((), (nodes,)):
+        raise ValueError(f"step_seconds must be a number or {nodes} of them, one for every node, got {seconds.shape}")
+    for value in seconds.ravel():
+        check_number("step_seconds", value, 0)
+    return np.broadcast_to(seconds, (nodes,))
+
+
+def message_bits(size: int, bits: int | None) -> int:
+    """Bits of a model on the wire: in full; or the lattice's words, padding and checksum included, and a scale."""
+    return 32 * size if bits is None else 32 * (2 + bits * words_for(size))
+
+
+def exchange_seconds(world: World, bits: int, nodes: int) -> float:
+    """Seconds until so many nodes have the mean of what each has, the delay of every message included."""
+    link = world.link._replace(latency=world.link.latency + world.delay)
+    return link.seconds(Transfer("all_reduce", bits // 8), nodes)
+
+
+def meetings(
+    world: World,
+    neighbours: tuple[np.ndarray, np.ndarray],
+    gradients: int,
+    *,
+    local_steps: int,
+    geometric: bool,
+    blocking: bool,
+    bits: int,
+    rng: np.random.Generator,
+) -> Events:
+    """Meetings until all nodes together have made `gradients` gradient steps.
+
+    The clock of node i is a Poisson process of mean interval local_steps * step_seconds[i]; when it rings, the node has
+    finished its local steps and chooses a neighbour. An exchange of `bits` each way then takes it the link's time, in
+    which its clock stands still. Blocking, it waits first until the partner's clock rings too, and both stand still.
+    """
+    lists, degree = neighbours
+    nodes = len(degree)
+    mean = check_world(world, nodes)
+    exchange = exchange_seconds(world if blocking else world._replace(delay=0.0), bits, 2)
+
+    def work(i):
+        """Local steps of one interval, and its seconds."""
+        if geometric:  # the sum of so many exponential times is exponential
+            steps = rng.geometric(1 / local_steps)
+            return steps, mean[i] * rng.gamma(steps)
+        return local_steps, mean[i] * local_steps * rng.exponential()
+
+    steps, rings = map(list, zip(*map(work, range(nodes)), strict=True))
+    queue = [(t, i) for i, t in enumerate(rings)]
+    heapq.heapify(queue)
+    found = []
+    while gradients > 0:
+        t, i = heapq.heappop(queue)
+        if t != rings[i]:
+            continue  # it has met somebody since
+        j = int(lists[i, rng.integers(degree[i])]) if degree[i] else i
+        together = blocking and i != j
+        end = (max(t, rings[j]) if together else t) + (exchange if i != j else 0.0)
+        meets = i != j and (world.drop == 0 or rng.random() >= world.drop)
+        found.append((i, j, steps[i], steps[j] if together else 0, meets, end))
+        gradients -= found[-1][2] + found[-1][3]
+        for k in (i, j) if together else (i,):
+            steps[k], seconds = work(k)
+            rings[k] = end + seconds
+            heapq.heappush(queue, (rings[k], k))
+    # Everyone's own meetings stay in order: each ends later than the one before.
+    table = np.array(sorted(found, key=lambda event: event[-1]))
+    node, partner, first, second = table[:, :4].T.astype(np.int32)
+    return Events(node, partner, np.stack([first, second], 1), table[:, 4] != 0, table[:, 5])
