@@ -14,7 +14,7 @@ import pytest
 
 import gcjax
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 pytest.importorskip("flax")

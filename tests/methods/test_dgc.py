@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, messages, residuals, sample_gradients, stacked, tree_of
-from test_convergence import decaying, distance_after_training
+from optimum import decaying, distance_after_training
 
 import gcjax
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, compress_state, draws
-from test_convergence import distance_after_training
+from optimum import distance_after_training
 
 import gcjax
 

@@ -21,7 +21,7 @@ from wire import collectives
 
 import gcjax
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT = 300  # seconds; what hangs on a busy machine must not be taken for a hang, and nothing may hang for ever
 
 pytest.importorskip("sklearn")

@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 pytestmark = pytest.mark.full
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT = 240  # seconds; nothing may hang for ever
 
 # Three processes. The first owns a copy of 2**18 entries, always all equal; 1 and 2 add to it, 2 and 0 read it.

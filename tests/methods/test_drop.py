@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, messages, residuals
-from test_convergence import decaying, distance_after_training
+from optimum import decaying, distance_after_training
 
 import gcjax
 from gcjax._kernels import buckets

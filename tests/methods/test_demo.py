@@ -7,7 +7,7 @@ import optax
 import pytest
 import scipy.fft
 from harness import Runner, messages
-from test_convergence import decaying, distance_after_training
+from optimum import decaying, distance_after_training
 
 import gcjax
 from gcjax._kernels.buckets import layout_of

@@ -7,7 +7,7 @@ import pytest
 
 import gcjax
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_the_code_blocks_of_the_readme_run_in_order(capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "network.py"
 LIMIT = 300  # seconds
 GLOO = 1500  # bytes of a step that are gloo's own: it tells the other side of each message

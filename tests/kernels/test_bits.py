@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcjax._kernels import bits
+from gcjax._kernels import bits as packing
 from gcjax._sparse import compaction
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -23,23 +23,23 @@ def mask_of(seed, size, density):
 @given(SEEDS, SIZES, DENSITIES)
 def test_a_packed_mask_has_bit_i_in_word_i_over_32_and_unpacks_to_itself(seed, size, density):
     mask = mask_of(seed, size, density)
-    words = np.asarray(bits.pack_mask(jnp.asarray(mask)))
-    assert len(words) == bits.words_for(size)
+    words = np.asarray(packing.pack_mask(jnp.asarray(mask)))
+    assert len(words) == packing.words_for(size)
     assert len(words) % 32 == 0
     expected = np.packbits(np.pad(mask, (0, len(words) * 32 - size)), bitorder="little").view(np.uint32)
     np.testing.assert_array_equal(words, expected)
-    np.testing.assert_array_equal(bits.unpack_mask(jnp.asarray(words), size), mask)
+    np.testing.assert_array_equal(packing.unpack_mask(jnp.asarray(words), size), mask)
 
 
 @pytest.mark.parametrize(("size", "bits"), [(1, 1), (33, 3), (1024, 9), (5000, 2), (1025, 8)])
 def test_bit_planes_take_exactly_their_bits_and_come_back(size, bits):
     values = np.random.default_rng(bits).integers(0, 1 << bits, size).astype(np.uint32)
-    words = bits.pack_planes(jnp.asarray(values), bits)
-    assert len(words) == bits * bits.words_for(size)
+    words = packing.pack_planes(jnp.asarray(values), bits)
+    assert len(words) == bits * packing.words_for(size)
     for b in range(bits):
-        plane = words[b * bits.words_for(size) : (b + 1) * bits.words_for(size)]
-        np.testing.assert_array_equal(plane, bits.pack_mask(jnp.asarray(values >> b & 1 == 1)))
-    np.testing.assert_array_equal(bits.unpack_planes(words, bits, size), values)
+        plane = words[b * packing.words_for(size) : (b + 1) * packing.words_for(size)]
+        np.testing.assert_array_equal(plane, packing.pack_mask(jnp.asarray(values >> b & 1 == 1)))
+    np.testing.assert_array_equal(packing.unpack_planes(words, bits, size), values)
 
 
 @settings(deadline=None, max_examples=40)
@@ -47,26 +47,26 @@ def test_bit_planes_take_exactly_their_bits_and_come_back(size, bits):
 def test_the_peak_of_a_word_is_its_largest_selected_magnitude(seed, size, density):
     mask = mask_of(seed, size, density)
     x = np.random.default_rng(seed + 1).normal(size=size).astype(np.float32)
-    words, peak = bits.pack_mask_and_peak(jnp.asarray(mask), jnp.asarray(x))
-    np.testing.assert_array_equal(words, bits.pack_mask(jnp.asarray(mask)))
+    words, peak = packing.pack_mask_and_peak(jnp.asarray(mask), jnp.asarray(x))
+    np.testing.assert_array_equal(words, packing.pack_mask(jnp.asarray(mask)))
     padded = np.zeros(len(words) * 32, np.float32)
     padded[:size] = np.where(mask, np.abs(x), 0)
-    np.testing.assert_array_equal(bits.bits_float(peak), padded.reshape(-1, 32).max(axis=1))
+    np.testing.assert_array_equal(packing.bits_float(peak), padded.reshape(-1, 32).max(axis=1))
 
 
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, SIZES, DENSITIES)
 def test_prefix_count_is_the_running_number_of_set_bits(seed, size, density):
-    words = bits.pack_mask(jnp.asarray(mask_of(seed, size, density)))
+    words = packing.pack_mask(jnp.asarray(mask_of(seed, size, density)))
     expected = np.cumsum([bin(w).count("1") for w in np.asarray(words).tolist()])
-    np.testing.assert_array_equal(bits.prefix_count(words), expected)
+    np.testing.assert_array_equal(packing.prefix_count(words), expected)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 2**32 - 1))
 def test_nth_set_bit_finds_every_bit(word):
     positions = [i for i in range(32) if word >> i & 1]
-    found = bits.nth_set_bit(jnp.full(len(positions), word, jnp.uint32), jnp.arange(len(positions)))
+    found = packing.nth_set_bit(jnp.full(len(positions), word, jnp.uint32), jnp.arange(len(positions)))
     np.testing.assert_array_equal(found, positions)
 
 
@@ -74,34 +74,34 @@ def test_nth_set_bit_finds_every_bit(word):
 @given(st.integers(0, 200), st.sampled_from([1, 2, 4, 8, 16, 32]), SEEDS)
 def test_packed_integers_come_back(count, bits, seed):
     values = np.random.default_rng(seed).integers(0, 2**bits, count, dtype=np.uint32)
-    words = bits.pack_uint(jnp.asarray(values), bits)
-    assert len(words) == bits.packed_size(count, bits)
-    np.testing.assert_array_equal(bits.unpack_uint(words, bits, count), values)
+    words = packing.pack_uint(jnp.asarray(values), bits)
+    assert len(words) == packing.packed_size(count, bits)
+    np.testing.assert_array_equal(packing.unpack_uint(words, bits, count), values)
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.floats(2.0**-125, 2.0**126, width=32), st.booleans())
 def test_the_nearest_power_of_two_is_nearest_and_the_mid_point_goes_up(x, negative):
     x = np.float32(-x if negative else x)
-    k = int(bits.nearest_exponent(jnp.float32(x))) - 127
+    k = int(packing.nearest_exponent(jnp.float32(x))) - 127
     low = 2.0 ** int(np.floor(np.log2(abs(float(x)))))
     assert 2.0**k == (low if abs(float(x)) < 1.5 * low else 2 * low)
 
 
 def test_the_mid_point_goes_up_and_what_is_just_below_goes_down():
     below = np.nextafter(np.float32(1.5), np.float32(0))
-    assert bits.nearest_exponent(jnp.array([1.5, below, 1.0, 0.75])).tolist() == [128, 127, 127, 127]
+    assert packing.nearest_exponent(jnp.array([1.5, below, 1.0, 0.75])).tolist() == [128, 127, 127, 127]
 
 
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, SIZES, DENSITIES, st.sampled_from([32, 64, 256, 5024]), st.integers(0, 10**6))
 def test_compaction_gives_the_set_entries_in_order_from_any_word_on(seed, size, density, capacity, first):
     mask = mask_of(seed, size, density)
-    words = bits.pack_mask(jnp.asarray(mask))
+    words = packing.pack_mask(jnp.asarray(mask))
     first %= len(words)
     queue = compaction.assign_slots(words, jnp.int32(first))
     kept, resume = compaction.truncate(queue, capacity)
-    count = int(bits.count_bits(kept).sum())
+    count = int(packing.count_bits(kept).sum())
     # Loop-written truth: whole words from `first` on, until one does not fit.
     expected, stop = [], 0
     for step in range(len(words)):
@@ -112,27 +112,27 @@ def test_compaction_gives_the_set_entries_in_order_from_any_word_on(seed, size, 
             break
         expected += inside
     np.testing.assert_array_equal(compaction.slot_indices(queue, capacity)[:count], expected)
-    np.testing.assert_array_equal(np.flatnonzero(bits.unpack_mask(kept, size)), sorted(expected))
+    np.testing.assert_array_equal(np.flatnonzero(packing.unpack_mask(kept, size)), sorted(expected))
     assert int(resume) == stop
 
 
 def test_no_entry_waits_for_ever_when_the_capacity_is_too_small():
-    words = bits.pack_mask(jnp.ones(4096, bool))
+    words = packing.pack_mask(jnp.ones(4096, bool))
     first, served = jnp.int32(0), np.zeros(4096, int)
     for _ in range(4096 // 96 + 1):
         kept, first = compaction.truncate(compaction.assign_slots(words, first), 96)
-        served += np.asarray(bits.unpack_mask(kept, 4096))
+        served += np.asarray(packing.unpack_mask(kept, 4096))
     assert served.min() >= 1
 
 
 @pytest.mark.parametrize("size", [10**6, 10**6 + 17])
 def test_nothing_of_gradient_length_is_sorted_or_summed_cumulatively(size):
     def compaction(x):
-        queue = compaction.assign_slots(bits.pack_mask(x > 0), jnp.int32(0))
+        queue = compaction.assign_slots(packing.pack_mask(x > 0), jnp.int32(0))
         return compaction.slot_indices(queue, 1024)
 
     text = str(jax.make_jaxpr(compaction)(jnp.zeros(size)))
     for line in text.splitlines():
         if any(name in line for name in ("cumsum", "sort", "top_k", "cummax")):
             assert str(size) not in line
-            assert f"[{bits.words_for(size)}]" not in line
+            assert f"[{packing.words_for(size)}]" not in line

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from harness import messages
-from test_convergence import decaying, distance_after_training
+from optimum import decaying, distance_after_training
 
 import gcjax
 from gcjax._sparse import value_codes

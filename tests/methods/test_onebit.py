@@ -10,7 +10,7 @@ import pytest
 from harness import Runner, residuals
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_convergence import decaying, distance_after_training
+from optimum import decaying, distance_after_training
 
 import gcjax
 from gcjax._comm.collectives import comm_for_axes

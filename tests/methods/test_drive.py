@@ -10,8 +10,8 @@ import optax
 import pytest
 import scipy.linalg
 import scipy.stats
-import test_convergence
 from harness import Runner, messages
+from optimum import decaying, distance_after_training
 from oracle import hash_bits
 from rows import seed_words
 from rows.drive import signs_of
@@ -158,14 +158,12 @@ def test_the_error_of_a_leaf_does_not_reach_another():
 
 
 @pytest.mark.full
-def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased_method_and_faster_with_feedback(
-    monkeypatch,
-):
-    monkeypatch.setattr(test_convergence, "SHAPES", {"matrix": (30, 10), "vector": (300,)})
+def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased_method_and_faster_with_feedback():
+    shapes = {"matrix": (30, 10), "vector": (300,)}
 
     def distance(steps, **options):
         tx = gcjax.drive_compress(key=KEY, axis_name="data", **options)
-        return test_convergence.distance_after_training(optax.chain(tx, optax.sgd(test_convergence.decaying)), steps)
+        return distance_after_training(optax.chain(tx, optax.sgd(decaying)), steps, shapes)
 
     early, late = distance(300), distance(2000)
     assert late < early / 2  # all noise would fall to early / 2.6

@@ -1,0 +1,40 @@
+"""Every method, in the chain that its docstring recommends, reaches the common optimum of workers that disagree."""
+
+import optax
+import pytest
+from optimum import STEPS, decaying, distance_after_training
+from rows import chains
+
+import gcjax
+
+# By design: a vote ends at the entrywise median of what the workers want, and moves by steps of the learning rate.
+STALLS = {"sign_vote_compress", "signum_compress"}
+
+# Unbiased, but of so much variance that it takes this many times the steps to average it out.
+LONGER = {"terngrad_compress": 16}
+
+
+# Entries, a ladder of them, signs, levels, low rank, momentum inside; the others with the marker `full`.
+USUAL = {f"{name}_compress" for name in ("top_k", "variance", "ef_sign", "qsgd", "power_sgd", "dgc")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in sorted(chains())]
+)
+def test_the_recommended_chain_reaches_the_common_optimum_of_workers_that_disagree(name):
+    distance = distance_after_training(chains()[name]("data", decaying), STEPS * LONGER.get(name, 1))
+    if name in STALLS:
+        assert distance > 0.1
+    else:
+        assert distance < 0.02
+
+
+def test_entries_that_owners_send_back_reach_the_optimum_too():
+    # Every worker selects half of the entries, and owners pass on as many in all: most sums come back, many times.
+    tx = gcjax.top_k_compress(0.5, transport="reduce_scatter", axis_name="data")
+    assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
+
+
+def test_rounding_without_feedback_stalls_away_from_the_optimum():
+    biased = gcjax.variance_compress(alpha=1.5, capacity=160, axis_name="data")
+    assert distance_after_training(optax.chain(biased, optax.adam(decaying))) > 0.1
