@@ -89,15 +89,21 @@ def make_train_step(
       RuntimeError (when called, on all processes): several processes that would not run the same step from the same
         state; see `gcjax.check_agreement`.
     """
+    axes = checked_axes(mesh, axis_name, accumulate)
+    param_specs = PartitionSpec() if param_specs is None else param_specs
+    for spec in jax.tree.leaves(param_specs):
+        _check_spec(spec, mesh, axes)
+    return TrainStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, moments, accumulate, param_specs)
+
+
+def checked_axes(mesh: jax.sharding.Mesh, axis_name: AxisNames, accumulate: int) -> tuple[str, ...]:
+    """The worker axes of a training step. Raises ValueError unless the mesh has them and `accumulate` is at least 1."""
     axes = axis_tuple(axis_name)
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing or not axes:
         raise ValueError(f"axis_name={axis_name!r} must name axes of the mesh, which has {tuple(mesh.shape)}")
-    param_specs = PartitionSpec() if param_specs is None else param_specs
-    for spec in jax.tree.leaves(param_specs):
-        _check_spec(spec, mesh, axes)
     check_number("accumulate", accumulate, 1, low_included=True)
-    return TrainStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, moments, accumulate, param_specs)
+    return axes
 
 
 def _check_spec(spec: PartitionSpec, mesh, axes: tuple[str, ...]) -> None:

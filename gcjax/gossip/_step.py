@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
 from gcjax._training.sharding import place
-from gcjax._training.step import TrainState, TrainStep
-from gcjax._training.step import make_train_step as make_dense_step
+from gcjax._training.step import TrainState, TrainStep, checked_axes
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_random_key
 from gcjax.gossip._state import hold, release, the_gossip_state
@@ -40,9 +39,8 @@ def make_train_step(
       As `gcjax.make_train_step`; ValueError (from `init`) for a chain without a gossip transform, or with one over
         other axes.
     """
-    make_dense_step(loss_fn, tx, mesh, axis_name=axis_name, accumulate=accumulate)  # raises what is wrong
-    tx = optax.with_extra_args_support(tx)
-    return GossipStep(loss_fn, tx, mesh, axis_tuple(axis_name), None, accumulate, PartitionSpec())
+    axes = checked_axes(mesh, axis_name, accumulate)
+    return GossipStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, None, accumulate, PartitionSpec())
 
 
 class GossipStep(TrainStep):
