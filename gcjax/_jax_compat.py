@@ -1,22 +1,62 @@
-"""The names of JAX that change between releases, or lie outside its stable API: used only through this module.
+"""JAX names that lie outside its stable API. The rest of gcjax uses them only through this module.
 
-Written for jax 0.10; where 0.11 is known to differ, both ways are tried.
+They are looked up on import, so that a JAX release without one of them fails at once and says why.
 """
+
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config, distributed
+
+from gcjax._types import Array, PyTree
+
+KNOWN_VERSIONS = ("0.10.2",)  # JAX releases that pass all tests of gcjax
 
 
-def varying_axes(tree) -> frozenset:
+def needed(name: str) -> Any:
+    """A name of JAX, given as "module:attribute".
+
+    Raises:
+      ImportError: the installed JAX does not have it.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        newest = KNOWN_VERSIONS[-1]
+        raise ImportError(
+            f"gcjax needs {name.replace(':', '.')}, which the installed JAX {jax.__version__} does not have. gcjax is "
+            f"known to work with JAX {', '.join(KNOWN_VERSIONS)}: pip install jax=={newest} jaxlib=={newest}, or a newer gcjax"
+        ) from error
+
+
+_check_vma = needed("jax._src.config:_check_vma")
+_distributed = needed("jax._src.distributed:global_state")
+_NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
+for _name in (
+    "jax:reshard",
+    "jax:typeof",
+    "jax.extend.core:ClosedJaxpr",
+    "jax.extend.core:Literal",
+    "jax.lax:pcast",
+    "jax.sharding:AxisType",
+    "jax._src.core:JaxprEqn.ctx",
+    "jax._src.core:Primitive.get_bind_params",
+    "jax._src.core:ShapedArray.mat",
+    "jax._src.distributed:State.client",
+):
+    needed(_name)  # the functions below use it
+
+
+def varying_axes(tree: PyTree) -> frozenset[str]:
     """Mesh axes over which any leaf is typed as varying; empty where JAX tracks none (pmap, check_vma=False)."""
-    axes: frozenset = frozenset()
+    axes: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(tree):
-        aval = jax.typeof(leaf)
-        manual = getattr(aval, "mat", None)
-        axes |= manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+        manual = getattr(jax.typeof(leaf), "mat", None)  # refs and tokens have none
+        axes |= manual.varying if manual is not None else frozenset()
     return axes
 
 
@@ -25,67 +65,75 @@ def tracks_variation(axes: tuple[str, ...]) -> bool:
     return bool(axes) and bool(varying_axes(lax.axis_index(axes)))
 
 
-def vary(tree, axes):
-    """Type every leaf as varying over `axes` (an iterable of mesh axis names); values stay as they are."""
+def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """Type every leaf as varying over the mesh axes `axes`. The values stay as they are."""
+    axes = frozenset(axes)
 
     def cast(leaf):
-        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf), key=str))
+        missing = tuple(sorted(axes - varying_axes(leaf), key=str))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, tree)
 
 
-def constrain(tree, sharding: jax.sharding.NamedSharding):
-    """Lay arrays out as `sharding` says, inside jit; the call differs for meshes with explicit and automatic axes."""
+def constrain(tree: PyTree, sharding: jax.sharding.NamedSharding) -> PyTree:
+    """Lay arrays out as `sharding` says, inside jit, on meshes with explicit or automatic axes."""
     explicit = any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
     return (jax.reshard if explicit else lax.with_sharding_constraint)(tree, sharding)
 
 
-def without_mesh_types(fn, *args):
+def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Run `fn` with the tracking of varying mesh axes off, as under check_vma=False, and type the results again.
 
     JAX 0.10.2 fails an assertion at any `psum` over an axis of `jax.vmap` inside a `shard_map` with check_vma=True.
     """
     axes = varying_axes(args)
-    tracking = getattr(config, "_check_vma", None)
-    if not axes or tracking is None:
+    if not axes:
         return fn(*args)
-    with tracking(False):
-        # What passes through an operation while tracking is off has lost its type; typed and untyped values do not mix.
+    with _check_vma(False):
+        # Typed and untyped values do not mix. Any operation loses the type while tracking is off.
         untyped = jax.tree.map(lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)), args)
         out = fn(*untyped)
     return vary(out, axes)
 
 
-def zeros(shape, dtype, like):
+def zeros(shape: Sequence[int], dtype: jax.typing.DTypeLike, like: PyTree) -> Array:
     """Zeros to start a loop with: typed as varying over the mesh axes of `like`, or the loop would not type-check."""
     return vary(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-def is_literal(atom) -> bool:
+def is_literal(atom: object) -> bool:
     """Whether an operand of an equation is a constant written into it."""
     return isinstance(atom, jax.extend.core.Literal)
 
 
-def closed(jaxpr):
-    """A closed jaxpr, from one that may be open but then has no constants."""
-    return jaxpr if hasattr(jaxpr, "consts") else jax.extend.core.ClosedJaxpr(jaxpr, ())
+def closed(jaxpr: "jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr") -> "jax.extend.core.ClosedJaxpr":
+    """A closed jaxpr, from one that may be open and then has no constants."""
+    return jaxpr if isinstance(jaxpr, jax.extend.core.ClosedJaxpr) else jax.extend.core.ClosedJaxpr(jaxpr, ())
 
 
-def bind(eqn, values) -> list:
+def bind(eqn: "jax.extend.core.JaxprEqn", values: Sequence[Array]) -> list[Array]:
     """Evaluate one equation of a jaxpr on new values."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    subfuns, params = params if isinstance(params, tuple) else ((), params)
     with eqn.ctx.manager:
-        out = eqn.primitive.bind(*subfuns, *values, **params)
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def has_side_effects(eqn) -> bool:
-    """Whether the equation must run though nobody reads it; naming a mapped axis is no such reason."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+def has_side_effects(eqn: "jax.extend.core.JaxprEqn") -> bool:
+    """Whether the equation must run even if nothing reads its results. Naming a mapped axis does not count."""
+    return any(not isinstance(effect, _NamedAxisEffect) for effect in eqn.effects)
 
 
-def shared_store():
-    """The key-value store that the processes of `jax.distributed` share; None where that was not initialised."""
-    return distributed.global_state.client
+class KeyValueStore(Protocol):
+    """What gcjax calls of the store that the processes of `jax.distributed` share."""
+
+    def key_value_set(self, key: str, value: str) -> None: ...
+    def key_value_set_bytes(self, key: str, value: bytes) -> None: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes: ...
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: list[int] | None) -> None: ...
+
+
+def shared_store() -> KeyValueStore | None:
+    """The store that all processes share; None where `jax.distributed` was not initialised."""
+    return _distributed.client

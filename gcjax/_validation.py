@@ -1,14 +1,37 @@
-"""Checks of arguments. A value that JAX is tracing cannot be looked at and passes."""
+"""Checks of arguments. Values that JAX is tracing pass unchecked."""
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import jax
 
 
 def check_number(
-    name: str, value, low: float, high: float = math.inf, *, low_included=False, high_included=True, why: str = ""
+    name: str,
+    value: Any,  # what is being checked
+    low: float,
+    high: float = math.inf,
+    *,
+    low_included: bool = False,
+    high_included: bool = True,
+    why: str = "",
 ) -> None:
-    """Raise ValueError unless value is finite and in (low, high], or as `low_included` and `high_included` say."""
+    """Raise unless `value` is a finite number in (low, high], or as `low_included` and `high_included` say.
+
+    Args:
+      name: of the argument, for the message.
+      value: what the caller passed.
+      low: lower bound.
+      high: upper bound.
+      low_included: whether `low` itself is allowed.
+      high_included: whether `high` itself is allowed.
+      why: reason for the bounds, put at the end of the message.
+
+    Raises:
+      TypeError: `value` is no number.
+      ValueError: it lies outside the interval.
+    """
     if isinstance(value, jax.core.Tracer):
         return
     try:
@@ -22,8 +45,8 @@ def check_number(
         raise ValueError(f"{name} must be in {interval}, got {value!r}{'; ' + why if why else ''}")
 
 
-def check_integer(name: str, value, low: int, high: float = math.inf, *, multiple: int = 1) -> None:
-    """Raise TypeError unless `value` is an int, ValueError unless low <= value <= high and it is such a multiple."""
+def check_integer(name: str, value: object, low: int, high: float = math.inf, *, multiple: int = 1) -> None:
+    """Raise TypeError unless `value` is an int, ValueError unless it is in [low, high] and a multiple of `multiple`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if not low <= value <= high or value % multiple:
@@ -31,19 +54,19 @@ def check_integer(name: str, value, low: int, high: float = math.inf, *, multipl
         raise ValueError(f"{name} must be {interval}{f' and a multiple of {multiple}' * (multiple > 1)}, got {value!r}")
 
 
-def check_choice(name: str, value, allowed: tuple) -> None:
+def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def check_flag(name: str, value) -> None:
+def check_flag(name: str, value: object) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_random_key(name: str, value) -> None:
+def check_random_key(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a typed JAX random key."""
     if not isinstance(value, jax.Array) or not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} must be a key made by jax.random.key(seed), got {value!r}")

@@ -48,7 +48,7 @@ def test_it_stands_after_a_compressor_in_a_train_step_and_slows_descent():
 
 
 def test_bad_steps_raise():
-    with pytest.raises(ValueError, match="0 or more, got -1"):
+    with pytest.raises(ValueError, match="steps must be at least 0, got -1"):
         gcjax.delay(-1)
     for bad in (1.5, True, "2"):
         with pytest.raises(TypeError, match=f"int, got {bad!r}"):
