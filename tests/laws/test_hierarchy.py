@@ -182,7 +182,7 @@ def test_a_stripe_of_the_payload_moves_along_the_slow_axis_and_nothing_else(mesh
     always = by_branch.pop("", 0.0)
     by_capacity = sorted(by_branch.values())
     for info in infos:
-        on_this_step = by_capacity[row.ladder.index(info.capacity)] if by_capacity else 0.0
+        on_this_step = by_capacity[row.capacities.index(info.capacity)] if by_capacity else 0.0
         assert info.wire_bytes == pytest.approx(always + on_this_step, rel=1e-6)
     large = [c for c in slow if c.kind == "all-reduce" and c.elements >= sum(SIZES) / 2 / run.stripes]
     assert len(large) == row.dense_wire
@@ -231,7 +231,9 @@ class Sharded:
         self.mesh = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes))
         self.workers, self.shards = 2 * (shape[1] if fast else 1), shape[-1]
         self.specs = {name: SHARDED.get(name, P()) for name in names}
-        tx = ROWS[row_name].make("slow", inner_axis_name=fast, **({"capacity": (64,)} if ROWS[row_name].ladder else {}))
+        tx = ROWS[row_name].make(
+            "slow", inner_axis_name=fast, **({"capacity": (64,)} if ROWS[row_name].capacities else {})
+        )
         params = {name: np.zeros(SIZED[name], np.float32) for name in names}
         self.start = gcjax.init_sharded(tx, params, self.mesh, self.specs)
         specs = gcjax.state_specs(self.start, params, self.specs)
@@ -263,7 +265,7 @@ class Sharded:
 )
 def test_each_shard_is_compressed_as_if_it_were_the_model(place, row_name):
     run, row = Sharded(place, row_name, ("u", "v")), ROWS[row_name]
-    options = {"capacity": (64,)} if row.ladder else {}
+    options = {"capacity": (64,)} if row.capacities else {}
     expected, flat, inner = [], None, run.workers // 2
     for shard in range(run.shards):
         parts = [shard_of(g, run.specs, shard, run.shards) for g in run.gradients]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Runner, axes_of, compress_state, limited_buckets, residuals, sample_gradients, stacked
-from rows import RARE, SHAPES, SIZES, methods
+from rows import SHAPES, SIZES, methods
 from wire import collectives
 
 import gcjax
@@ -23,7 +23,7 @@ METHODS = methods()
 
 def marks(row, rare=False):
     """All tests of a row run in one process, which compiles its steps once."""
-    return [pytest.mark.xdist_group(row.name), *[pytest.mark.full] * (rare or row.name in RARE)]
+    return [pytest.mark.xdist_group(row.name), *[pytest.mark.full] * (rare or row.rare)]
 
 
 def each(rows, rare=lambda row: False):
@@ -154,20 +154,20 @@ def test_the_compiled_collectives_move_exactly_the_reported_bytes(row, workers):
     always = sum(c.ring_bytes for c in found if not c.branch)
     branches = {c.branch for c in found if c.branch}
     by_capacity = sorted(sum(c.ring_bytes for c in found if c.branch == branch) for branch in branches)
-    ladder = row.capacities(workers)
-    assert len(by_capacity) == (len(ladder) if len(ladder) > 1 else 0)
+    capacities = row.reported_capacities(workers)
+    assert len(by_capacity) == (len(capacities) if len(capacities) > 1 else 0)
     for info in infos:
-        on_this_step = by_capacity[ladder.index(info.capacity)] if by_capacity else 0.0
+        on_this_step = by_capacity[capacities.index(info.capacity)] if by_capacity else 0.0
         assert info.wire_bytes == pytest.approx(always + on_this_step, rel=1e-6)
 
 
 @EVERY_ROW
 def test_the_capacity_follows_the_data(row):
-    if len(row.ladder) < 2:
+    if len(row.capacities) < 2:
         pytest.skip("fixed size")
     infos = ran(row)[4]
     for info in infos:
-        needed = [rung for rung in row.capacities(8) if rung >= info.sent.max()]
+        needed = [slots for slots in row.reported_capacities(8) if slots >= info.sent.max()]
         # Through owners, the fullest one decides: see its oracle.
         assert info.capacity == needed[0] if row.transport == "all_gather" else info.capacity in needed
     assert len({info.capacity for info in infos}) > 1
@@ -274,7 +274,7 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     g = {name: jnp.asarray(x) for name, x in EDGES[edge].items()}
     if row.infinite_at < 1e38:
         g.pop("huge", None)
-    tx = row.make(None, **({"capacity": (64,)} if row.ladder else {}))
+    tx = row.make(None, **({"capacity": (64,)} if row.capacities else {}))
     state = tx.init(g)
     step = jax.jit(tx.update)
     for _ in range(3):
@@ -288,14 +288,14 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
 def test_a_model_cut_into_several_buckets_in_the_middle_of_leaves_works_alike(row):
     gradients, squares = sample_gradients(2, SIZES, 3)
     runs = []
-    for limit in (1 << 28, 320) if row.joins else (320,):
+    for limit in (1 << 28, 320) if row.bucket_invariant else (320,):
         with limited_buckets(limit):
-            runner = Runner(row.make("data", **({"capacity": 864} if row.ladder else {})), PARAMS, 2)
+            runner = Runner(row.make("data", **({"capacity": 864} if row.capacities else {})), PARAMS, 2)
             runs.append([runner.step(inputs(g), inputs(s)) for g, s in zip(gradients, squares, strict=True)])
     assert len(compress_state(runner.state).buckets.value) == 3
     assert all(np.isfinite(leaf).all() for update in runs[-1] for leaf in update.values())
     if row.conserves:
         check_conservation(gradients, runs[-1], residuals(runner.state, 2, SIZES))
-    if row.joins:
+    if row.bucket_invariant:
         for a, b in zip(*runs, strict=True):
             jax.tree.map(np.testing.assert_array_equal, a, b)

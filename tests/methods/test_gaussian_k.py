@@ -1,17 +1,58 @@
 """GaussianK's own claims: the threshold of the normal distribution and the rounds that adjust it."""
 
 import functools
+import math
 import statistics
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.stats
+from oracle import TINY, SparseOracle
+from rows import Row
 
 import gcjax
 from gcjax._kernels import bits, buckets
 from gcjax.methods import gaussian_k
+
+
+def expected_entries(a, density):
+    """Positions of the entries sent: the authors' rounds, a threshold counted before it is changed."""
+    k = max(1, math.floor(density * len(a)))
+    threshold = a.mean(dtype=np.float64) - NormalDist().inv_cdf(density / 2) * a.std(dtype=np.float64)
+    for _ in range(3):
+        passed = [i for i in range(len(a)) if abs(a[i]) > threshold and abs(a[i]) >= TINY]
+        if len(passed) < 2 * k / 3:
+            threshold *= 0.5
+        elif len(passed) > 4 * k / 3:
+            threshold *= 1.5
+        else:
+            break
+    return passed
+
+
+def make(axis_name=None, **more):
+    return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **more)
+
+
+CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32; 168 is the last
+
+
+def make_oracle(workers, sizes):
+    return SparseOracle(workers, sizes, lambda a, step: expected_entries(a, 0.05), max(CAPACITIES))
+
+
+ROWS = [Row("gaussian_k", "gaussian_k_compress", make, make_oracle, conserves=True, capacities=CAPACITIES)]
+
+
+def chain(axis_name, learning_rate):
+    return optax.chain(gcjax.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+
+
+CHAINS = {"gaussian_k_compress": chain}
 
 
 @functools.partial(jax.jit, static_argnames="capacity")

@@ -1,6 +1,7 @@
 """The variance method's own claims: wire words by hand, the criterion, noise-floor ratios, unbiased levels."""
 
 import dataclasses
+import math
 import pickle
 
 import jax
@@ -11,9 +12,69 @@ import pytest
 from harness import Runner, sample_gradients, stacked, tree_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from rows import CAPACITY, SIZES, Row
+from variance_oracle import VarianceOracle
 
 import gcjax
 from gcjax._sparse import value_codes
+
+
+def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **options):
+    settings = {"alpha": 1.5, "decay": 0.5, "capacity": capacity, "transport": transport, **options}
+    slots = capacity or (max(1, math.floor(options["density"] * sum(SIZES))),)
+
+    def make(axis_name=None, **more):
+        return gcjax.variance_compress(**(settings | {"axis_name": axis_name} | more))
+
+    def make_oracle(workers, sizes):
+        return VarianceOracle(workers, sizes, **(settings | {"capacity": slots}))
+
+    hybrid, exact = "threshold" in options, options.get("values") == "float32"
+    return Row(
+        f"variance-{name}",
+        "variance_compress",
+        make,
+        None if options.get("values") == "levels" else make_oracle,
+        conserves=hybrid or exact or options.get("feedback", False),
+        capacities=tuple(math.ceil(wanted / 32) * 32 for wanted in slots),
+        transport=transport,
+        bucket_invariant=(hybrid or exact) and capacity == CAPACITY and transport == "all_gather",
+        uses_squares=True,
+        rare=rare,
+    )
+
+
+LEVELS = {"values": "levels", "key": jax.random.key(7)}
+OWNERS = {"transport": "reduce_scatter"}
+ROWS = [
+    row("paper"),
+    row("drop", underflow="drop", rare=True),
+    row("feedback", feedback=True),
+    row("float32", values="float32", rare=True),
+    row("float16", values="float16", rare=True),
+    row("float16-feedback", values="float16", feedback=True, rare=True),
+    row("levels", **LEVELS, rare=True),
+    row("hybrid", threshold=0.5),
+    row("density", density=0.15, feedback=True, capacity=None),
+    row("owners-density", density=0.15, feedback=True, capacity=None, **OWNERS, rare=True),
+    row("overflow", capacity=(64,), values="float32"),
+    row("paper-overflow", capacity=(64,), rare=True),
+    row("owners", feedback=True, **OWNERS),
+    row("owners-paper-overflow", capacity=(64,), **OWNERS, rare=True),
+    row("owners-hybrid-overflow", capacity=(64,), threshold=0.5, **OWNERS, rare=True),
+    row("owners-float16", values="float16", capacity=(320,), **OWNERS, rare=True),
+    row("owners-levels", capacity=(320,), **LEVELS, **OWNERS, rare=True),
+    row("hybrid-overflow", capacity=(64,), threshold=0.5, rare=True),
+]
+
+
+def chain(axis_name, learning_rate):
+    return optax.chain(
+        gcjax.variance_compress(alpha=1.5, feedback=True, axis_name=axis_name), optax.adam(learning_rate)
+    )
+
+
+CHAINS = {"variance_compress": chain}
 
 
 def scale_of_leaf(biased):

@@ -3,12 +3,12 @@
 import numpy as np
 import optax
 from oracle import SparseOracle, largest
-
-import gcjax
 from rows import Row
 
+import gcjax
 
-def top_k(density, joins=False, transport="all_gather"):
+
+def row(density, bucket_invariant=False, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
         return gcjax.top_k_compress(density, transport=transport, axis_name=axis_name, **more)
 
@@ -17,10 +17,19 @@ def top_k(density, joins=False, transport="all_gather"):
         return SparseOracle(workers, sizes, lambda a, step: largest(np.abs(a), k), k, transport)
 
     name = f"top_k-{density}" + "-owners" * (transport == "reduce_scatter")
-    return Row(name, "top_k_compress", make, make_oracle, conserves=True, transport=transport, joins=joins)
+    return Row(
+        name,
+        "top_k_compress",
+        make,
+        make_oracle,
+        conserves=True,
+        transport=transport,
+        bucket_invariant=bucket_invariant,
+        rare=rare,
+    )
 
 
-ROWS = [top_k(0.05), top_k(1.0, joins=True), top_k(0.3, transport="reduce_scatter")]
+ROWS = [row(0.05), row(1.0, bucket_invariant=True, rare=True), row(0.3, transport="reduce_scatter")]
 
 
 def chain(axis_name, learning_rate):

@@ -3,9 +3,9 @@
 import numpy as np
 import optax
 from oracle import F
+from rows import Row
 
 import gcjax
-from rows import Row
 
 
 class DenseOracle:
@@ -22,7 +22,7 @@ class DenseOracle:
         return mean, [(entries, entries, 0, 0)] * self.workers
 
 
-def dense(dtype):
+def row(dtype):
     def make(axis_name=None, **more):
         return gcjax.dense_compress(dtype, axis_name=axis_name, **more)
 
@@ -37,14 +37,15 @@ def dense(dtype):
         make_oracle,
         conserves=whole,
         rtol=1e-6,
-        joins=True,
+        bucket_invariant=True,
         wire=frozenset({"s32", "f32"} if whole else {"s32", "u16"}),
         dense_wire=whole,
         infinite_at=65504.0 if dtype == "float16" else float("inf"),
+        rare=not whole,
     )
 
 
-ROWS = [dense("float32"), dense("bfloat16"), dense("float16")]
+ROWS = [row("float32"), row("bfloat16"), row("float16")]
 
 
 def chain(axis_name, learning_rate):

@@ -1,13 +1,13 @@
 """Rows of strom_compress."""
 
 import optax
+from rows import Row
+from variance_oracle import VarianceOracle
 
 import gcjax
-from rows import Row
-from rows.variance import VarianceOracle
 
 
-def strom(name, capacity, threshold=0.5, joins=False, transport="all_gather"):
+def row(name, capacity, threshold=0.5, bucket_invariant=False, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
         return gcjax.strom_compress(
             threshold, **({"capacity": capacity, "transport": transport, "axis_name": axis_name} | more)
@@ -23,16 +23,17 @@ def strom(name, capacity, threshold=0.5, joins=False, transport="all_gather"):
         make,
         make_oracle,
         conserves=True,
-        ladder=capacity,
+        capacities=capacity,
         transport=transport,
-        joins=joins,
+        bucket_invariant=bucket_invariant,
+        rare=rare,
     )
 
 
 ROWS = [
-    strom("ladder", (64, 160, 320, 416, 864), joins=True),
-    strom("overflow", (64,)),
-    strom("owners", (64,), transport="reduce_scatter"),
+    row("capacities", (64, 160, 320, 416, 864), bucket_invariant=True),
+    row("overflow", (64,), rare=True),
+    row("owners", (64,), transport="reduce_scatter", rare=True),
 ]
 
 

@@ -1,18 +1,13 @@
-"""Rows and oracle of variance_compress."""
+"""What variance_compress and strom_compress should do, entry by entry, in plain numpy."""
 
 import math
 
-import jax
 import numpy as np
-import optax
 from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, largest, nearest_power, split, wire
-
-import gcjax
-from rows import CAPACITY, SIZES, Row
 
 
 class VarianceWorker:
-    """One worker of the variance method: `select` says what it sends, `settle` resets it afterwards."""
+    """One worker: `step` takes in a gradient, selects entries, and resets those that `fit` lets through."""
 
     def __init__(
         self, sizes, alpha, decay, threshold=None, feedback=False, underflow="keep", values="power_of_two", density=None
@@ -24,13 +19,13 @@ class VarianceWorker:
         self.v = [np.zeros(n, F) for n in sizes]
 
     def step(self, gradient, squares, fit):
-        """Take in one gradient. Returns ({(leaf, entry): value as received}, passed, underflowed, overflowed)."""
+        """Returns ({(leaf, entry): value as received}, count passed, count underflowed, count overflowed)."""
         passed, sendable = [], []
         for leaf, (g, s) in enumerate(zip(gradient, squares, strict=True)):
             for i in range(len(g)):
                 self.r[leaf][i] += F(g[i])
                 self.v[leaf][i] = min(F(self.v[leaf][i] + F(s[i])), FLOAT_MAX)
-                if self.density is None and self._clear(self.r[leaf][i], self.v[leaf][i]):
+                if self.density is None and self._passes(self.r[leaf][i], self.v[leaf][i]):
                     passed.append((leaf, i))
         if self.density is not None:
             passed = self._best()
@@ -41,19 +36,19 @@ class VarianceWorker:
         sent = fit(sendable)
         values = {at: self._rounded(self.r[at[0]][at[1]], top[at[0]]) for at in sent}
         dropped = set(passed) - set(sendable) if self.underflow == "drop" else set()
-        self._settle(values, dropped)
+        self._reset(values, dropped)
         return values, len(passed), len(passed) - len(sendable), len(sendable) - len(sent)
 
-    def _clear(self, r, v):
-        clear = F(r * r) > min(F(self.alpha * v), FLOAT_MAX)
-        return clear and (self.threshold is None or abs(r) > F(self.threshold))
+    def _passes(self, r, v):
+        passes = F(r * r) > min(F(self.alpha * v), FLOAT_MAX)
+        return passes and (self.threshold is None or abs(r) > F(self.threshold))
 
     def _best(self):
-        """The share `density` with the largest size times certainty, of equal ones the first."""
+        """The share `density` of entries with the largest magnitude times certainty; ties go to the first."""
         scores = {}
         for leaf in range(len(self.r)):
             for i, (r, v) in enumerate(zip(self.r[leaf], self.v[leaf], strict=True)):
-                certainty = F(1) if self._clear(r, v) else abs(r) / max(np.sqrt(F(self.alpha * v)), TINY)
+                certainty = F(1) if self._passes(r, v) else abs(r) / max(np.sqrt(F(self.alpha * v)), TINY)
                 scores[leaf, i] = F(abs(r) * min(certainty, F(1)))
         k = max(1, math.floor(self.density * len(scores)))
         entries = list(scores)
@@ -85,7 +80,7 @@ class VarianceWorker:
             return F(as_float16(x / F(2.0**top)) * F(2.0**top))
         return F(math.copysign(2.0 ** min(nearest_power(x), top), x))
 
-    def _settle(self, values, dropped):
+    def _reset(self, values, dropped):
         for leaf in range(len(self.r)):
             for i in range(len(self.r[leaf])):
                 r, v = self.r[leaf][i], self.v[leaf][i]
@@ -103,7 +98,7 @@ class VarianceWorker:
 
 
 class VarianceOracle:
-    """All workers together."""
+    """All workers together. The options are those of `VarianceWorker`."""
 
     def __init__(self, workers, sizes, capacity, transport="all_gather", **options):
         self.workers = [VarianceWorker(sizes, **options) for _ in range(workers)]
@@ -112,7 +107,7 @@ class VarianceOracle:
         self.place = {entry: place for place, entry in enumerate(self.entries)}
 
     def step(self, gradients, squares):
-        """gradients, squares: one list of leaves per worker. Returns the mean (a list of leaves) and counts."""
+        """One list of leaves per worker -> the mean (a list of leaves) and each worker's counts."""
         messages, counts = [], []
         for w, worker in enumerate(self.workers):
 
@@ -129,83 +124,3 @@ class VarianceOracle:
                 leaf, i = self.entries[place]
                 worker.r[leaf][i] += y
         return split(mean, self.sizes), counts
-
-    def residuals(self):
-        return [worker.r for worker in self.workers]
-
-
-def variance(
-    name,
-    *,
-    capacity=CAPACITY,
-    transport="all_gather",
-    key=None,
-    has_oracle=True,
-    alpha=1.5,
-    conserves=False,
-    joins=False,
-    **options,
-):
-    def make(axis_name=None, **more):
-        extra = {} if key is None else {"key": jax.random.key(key)}
-        settings = (
-            {"capacity": capacity, "transport": transport, "axis_name": axis_name, "decay": 0.5}
-            | options
-            | extra
-            | more
-        )
-        return gcjax.variance_compress(alpha, **settings)
-
-    def make_oracle(workers, sizes):
-        return VarianceOracle(workers, sizes, slots, transport, alpha=alpha, decay=0.5, **options)
-
-    slots = capacity or (max(1, math.floor(options["density"] * sum(SIZES))),)
-    return Row(
-        f"variance-{name}",
-        "variance_compress",
-        make,
-        make_oracle if has_oracle else None,
-        conserves=conserves,
-        ladder=tuple(math.ceil(rung / 32) * 32 for rung in slots),
-        transport=transport,
-        joins=joins,
-        uses_squares=True,
-    )
-
-
-ROWS = [
-    variance("paper"),
-    variance("drop", underflow="drop"),
-    variance("feedback", feedback=True, conserves=True),
-    variance("float32", values="float32", conserves=True, joins=True),
-    variance("float16", values="float16"),
-    variance("float16-feedback", values="float16", feedback=True, conserves=True),
-    variance("levels", values="levels", key=7, has_oracle=False),
-    variance("hybrid", threshold=0.5, conserves=True, joins=True),
-    variance("density", density=0.15, feedback=True, capacity=None, conserves=True),
-    variance("owners-density", density=0.15, feedback=True, capacity=None, transport="reduce_scatter", conserves=True),
-    variance("overflow", capacity=(64,), values="float32", conserves=True),
-    variance("paper-overflow", capacity=(64,)),
-    variance("owners", transport="reduce_scatter", feedback=True, conserves=True),
-    variance("owners-paper-overflow", transport="reduce_scatter", capacity=(64,)),
-    variance("owners-hybrid-overflow", transport="reduce_scatter", capacity=(64,), threshold=0.5, conserves=True),
-    variance("owners-float16", transport="reduce_scatter", values="float16", capacity=(320,)),
-    variance(
-        "owners-levels",
-        transport="reduce_scatter",
-        values="levels",
-        capacity=(320,),
-        key=7,
-        has_oracle=False,
-    ),
-    variance("hybrid-overflow", capacity=(64,), threshold=0.5, conserves=True),
-]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(
-        gcjax.variance_compress(alpha=1.5, feedback=True, axis_name=axis_name), optax.adam(learning_rate)
-    )
-
-
-CHAINS = {"variance_compress": chain}
