@@ -109,7 +109,7 @@ def train(name: str, seed: int, data, args, mesh) -> dict:
                 "step": sent.step,
                 "loss": float(np.mean(losses)),
                 "accuracy": 100 * sum(correct) / len(test_images),
-                "spread": gossip.spread(state.params).relative,
+                "spread": gossip.consensus_distance(state.params).relative,
                 "bits": float(sent.bits.mean()),
                 "repeated": sent.failures,
             }

@@ -6,16 +6,17 @@ from gcjax.gossip._local_sgd import local_sgd
 from gcjax.gossip._sgp import sgp
 from gcjax.gossip._simulate.api import Curves, simulate
 from gcjax.gossip._simulate.clocks import World
-from gcjax.gossip._state import GossipState, Info, info
-from gcjax.gossip._step import Spread, make_train_step, mean_params, spread, worker_params
+from gcjax.gossip._state import GossipInfo, GossipState, info
+from gcjax.gossip._step import ConsensusDistance, consensus_distance, make_train_step, mean_params, worker_params
 from gcjax.gossip._swarm import swarm_average
 
 __all__ = [
+    "ConsensusDistance",
     "Curves",
+    "GossipInfo",
     "GossipState",
-    "Info",
-    "Spread",
     "World",
+    "consensus_distance",
     "d_psgd",
     "info",
     "local_sgd",
@@ -25,7 +26,6 @@ __all__ = [
     "sgp",
     "simulate",
     "spectral_gap",
-    "spread",
     "swarm_average",
     "worker_params",
 ]

@@ -14,58 +14,58 @@ import numpy as np
 import optax
 
 from gcjax._comm.collectives import dense_mean, send
-from gcjax.gossip import _graphs
+from gcjax._types import AxisNames, PyTree
+from gcjax.gossip._graphs import Graph, check_graph, mixing_matrix, neighbours
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import Outcome, Round, exchanging
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, no_exchange, periodic_exchange
 
 
-def d_psgd(graph="ring", *, axis_name=None) -> optax.GradientTransformationExtraArgs:
+def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
     r"""Averages every worker's model with its neighbours' while it takes its own step.
 
     .. math::
         x_i \leftarrow \sum_j W_{ij} x_j + u_i
 
-    with the updates u that come in and the weights W of `mixing_matrix`: 1/3 each on a ring. Workers agree the faster
-    the larger `gcjax.gossip.spectral_gap(graph, workers)` is. What is averaged are the models before the local update,
-    so communication need not wait for the gradient.
+    with the incoming updates u and the weights W of `mixing_matrix`: 1/3 each on a ring. The larger
+    `gcjax.gossip.spectral_gap(graph, workers)`, the faster the workers agree. The models before the local update are
+    averaged, so communication need not wait for the gradient.
 
     It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.d_psgd("ring", axis_name="data"))`. An update sends one
     model, 4 bytes per parameter, to each neighbour.
 
     Args:
-      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array; regular where it is directed.
-      axis_name: mesh axis or axes of the workers; None for a single worker, for whom this does nothing.
+      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array; if directed, it must be regular.
+      axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:
-      A transform as `gcjax.gossip.swarm_average` returns it.
+      A transform like that of `gcjax.gossip.swarm_average`.
 
     Raises:
-      TypeError, ValueError: for something that is no graph; for an unconnected one, here where its number of nodes is
-        known, else from `update`.
+      TypeError, ValueError: not a graph; an unconnected graph (from `update` if its number of nodes is not known yet).
 
-    **Randomness**: none. **Non-finite input** spreads to the neighbours and is not hidden: put `optax.apply_if_finite`
+    **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
     around the optimiser before this transform.
     """
-    _graphs.check(graph)
+    check_graph(graph)
 
-    def exchange(before: Round, method) -> Outcome:
-        models, workers = before.params, before.workers
+    def exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
+        models, workers = inputs.params, inputs.workers
         if workers == 1:
-            return Outcome([jnp.zeros_like(x) for x in models], method, 0, False, False)
+            return no_exchange(inputs, method)
         length = sum(len(x) for x in models)
         if isinstance(graph, str) and graph == "complete":
-            changes = [dense_mean(x, before.axes) - x for x in models]
-            return Outcome(changes, method, -(-2 * (workers - 1) * length // workers), True, False)
-        weights, everyone = _graphs.mixing_matrix(graph, workers), np.arange(workers)
+            changes = [dense_mean(x, inputs.axes) - x for x in models]
+            return ExchangeResult(changes, method, -(-2 * (workers - 1) * length // workers), True)
+        weights, everyone = mixing_matrix(graph, workers), np.arange(workers)
         changes = [jnp.zeros_like(x) for x in models]
         for to in rounds(graph, workers):
             senders = everyone[to != everyone]
-            taken = np.zeros(workers, np.float32)  # the weight with which each takes what it gets
-            taken[to[senders]] = weights[to[senders], senders]
-            weight = jnp.asarray(taken)[before.rank]
+            receiver_weights = np.zeros(workers, np.float32)
+            receiver_weights[to[senders]] = weights[to[senders], senders]
+            weight = jnp.asarray(receiver_weights)[inputs.rank]
             for k, x in enumerate(models):
-                changes[k] += weight * (send(x, to, before.axes) - x)
-        degree = jnp.asarray(_graphs.neighbours(graph, workers)[1])[before.rank]
-        return Outcome(changes, method, degree * length, True, False)
+                changes[k] += weight * (send(x, to, inputs.axes) - x)
+        degree = jnp.asarray(neighbours(graph, workers)[1])[inputs.rank]
+        return ExchangeResult(changes, method, degree * length, True)
 
-    return exchanging(lambda params: (), exchange, 1, axis_name)
+    return periodic_exchange(lambda params: (), exchange, 1, axis_name)

@@ -1,14 +1,14 @@
 """Graphs of workers: who may exchange with whom, and with what weights. NumPy only.
 
 A graph is a name, `random_regular(degree)`, a list of undirected edges [(i, j), ...], or a bool array (n, n) whose
-entry [i, j] says that i sends to j; such an array need not be symmetric. Nobody is a neighbour of itself.
+entry [i, j] says that i sends to j; such an array need not be symmetric. No node is its own neighbour.
 
 Names: "complete"; "ring"; "torus", the most nearly square one with n nodes, a ring where n is prime; "hypercube", n a
 power of two, neighbours differ in one bit; "exponential", directed, i sends to i + 1, i + 2, i + 4, ... modulo n
 (Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", 2019, arXiv 1811.10792).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,11 +16,12 @@ from gcjax._validation import check_choice, check_integer
 
 NAMES = ("complete", "ring", "torus", "hypercube", "exponential")
 
-Graph = str | Callable[[int], np.ndarray] | list | np.ndarray
+Edges = Sequence[tuple[int, int]] | np.ndarray
+Graph = str | Callable[[int], np.ndarray] | Edges
 
 
-def check(graph: Graph) -> None:
-    """Raise what is wrong with a graph whatever the number of workers, as `adjacency` says."""
+def check_graph(graph: Graph) -> None:
+    """Check what does not depend on the number of workers. Raises as `adjacency` does."""
     if isinstance(graph, str):
         check_choice("graph", graph, NAMES)
     elif not callable(graph):
@@ -32,33 +33,31 @@ def adjacency(graph: Graph, n: int) -> np.ndarray:
     """bool[n, n], entry [i, j] whether i sends to j.
 
     Raises:
-      ValueError: an unknown name, a hypercube whose n is not a power of two, nodes out of range, a node that is its own
-        neighbour, another number of workers than the array's, or a graph that is not (strongly) connected.
-      TypeError: something that is no graph.
+      ValueError: an unknown name; a hypercube whose n is not a power of two; nodes out of range; a node that is its own
+        neighbour; an array of another number of nodes than n; a graph that is not (strongly) connected.
+      TypeError: not a graph.
     """
     check_integer("workers", n, 1)
     if isinstance(graph, str):
         check_choice("graph", graph, NAMES)
         linked = _named(graph, n)
     else:
-        linked = _own(graph(n) if callable(graph) else graph, n)
-    apart = np.flatnonzero(~(reachable(linked) & reachable(linked.T)))
-    if apart.size:
+        linked = _from_edges(graph(n) if callable(graph) else graph, n)
+    unreached = np.flatnonzero(~(reachable(linked) & reachable(linked.T)))
+    if unreached.size:
         raise ValueError(
-            f"the graph of {n} workers is not connected: 0 and {apart[0]} cannot reach each other, so their "
+            f"the graph of {n} workers is not connected: 0 and {unreached[0]} cannot reach each other, so their "
             "models would never agree. Add edges"
         )
     return linked
 
 
-def edges(graph: Graph, n: int) -> np.ndarray:
-    """int32[e, 2], each undirected edge once with i < j; of a directed graph every (from, to)."""
-    linked = adjacency(graph, n)
-    return np.argwhere(np.triu(linked) if symmetric(linked) else linked).astype(np.int32)
-
-
 def neighbours(graph: Graph, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whom each node sends to: int32[n, most], rows padded with the node itself, and how many they are, int32[n]."""
+    """Lists of neighbours that each node sends to.
+
+    Returns:
+      int32[n, largest degree], each row padded with the node itself, and int32[n], the degrees.
+    """
     linked = adjacency(graph, n)
     degree = linked.sum(1).astype(np.int32)
     table = np.repeat(np.arange(n, dtype=np.int32)[:, None], max(degree.max(), 1), axis=1)
@@ -70,33 +69,39 @@ def neighbours(graph: Graph, n: int) -> tuple[np.ndarray, np.ndarray]:
 def mixing_matrix(graph: Graph, n: int) -> np.ndarray:
     """float64[n, n] of non-negative weights; rows and columns sum to 1. x_i becomes sum_j W[i, j] x_j.
 
-    Undirected graphs: symmetric Metropolis weights 1 / (1 + max(degree_i, degree_j)), so 1/3 each on a ring. Directed
-    ones must be regular and have equal weights.
+    Undirected graphs get symmetric Metropolis weights 1 / (1 + max(degree_i, degree_j)), so 1/3 each on a ring.
+    Directed graphs must be regular and get equal weights.
 
-    Raises ValueError for a directed graph that is not, which has no such weights here (`sgp` needs none).
+    Raises:
+      ValueError: a directed graph that is not regular; it has no such weights here (`sgp` needs none).
     """
     linked = adjacency(graph, n)
     degree = linked.sum(1)
-    if not symmetric(linked) and not (np.all(degree == degree[0]) and np.all(linked.sum(0) == degree[0])):
-        raise ValueError("the graph is directed and not regular: no mixing weights with rows and columns summing to 1")
+    if not is_undirected(linked) and not (np.all(degree == degree[0]) and np.all(linked.sum(0) == degree[0])):
+        raise ValueError(
+            "the graph is directed and not regular, so no mixing weights make rows and columns sum to 1 here; "
+            "use an undirected or a regular graph, or gcjax.gossip.sgp"
+        )
     weights = linked.T / (1 + np.maximum(degree[:, None], degree[None, :]))
     return weights + np.diag(1 - weights.sum(1))
 
 
 def spectral_gap(graph: Graph, n: int) -> float:
-    """1 - s, where s is the most that one multiplication by `mixing_matrix` leaves of any distance from the mean.
+    """1 - s, where s bounds the factor by which `mixing_matrix` multiplies the distance from the mean.
 
-    1 for the complete graph, about 13 / n**2 for a ring: the number of rounds until agreement goes as its inverse.
+    It is 1 for the complete graph and about 13 / n**2 for a ring. The number of rounds until agreement is proportional
+    to its inverse.
     """
     return float(1 - np.linalg.norm(mixing_matrix(graph, n) - 1 / n, 2))
 
 
 def random_regular(degree: int, seed: int = 0) -> Callable[[int], np.ndarray]:
-    """A random connected graph in which every node has `degree` neighbours, the same for the same seed.
+    """A random connected graph in which every node has `degree` neighbours. Equal seeds give equal graphs.
 
-    Random ends are joined one after the other, and from the start again when none fit (Steger and Wormald 1999).
+    Random free ends are joined one pair after another; when none fit, the draw starts again (Steger and Wormald 1999).
 
-    Returns a function of the number of nodes, which raises ValueError where there is no such graph.
+    Returns:
+      A function of the number of nodes, bool[n, n]. It raises ValueError where there is no such graph.
     """
     check_integer("degree", degree, 1)
     check_integer("seed", seed, 0)
@@ -109,7 +114,7 @@ def random_regular(degree: int, seed: int = 0) -> Callable[[int], np.ndarray]:
             )
         rng = np.random.default_rng(seed)
         while True:
-            linked = _joined(n, degree, rng)
+            linked = _join_ends(n, degree, rng)
             if linked is not None and reachable(linked).all():
                 return linked
 
@@ -125,7 +130,7 @@ def _named(name: str, n: int) -> np.ndarray:
             linked[everyone, (everyone + shift) % n] = True
     elif name == "hypercube":
         if n & (n - 1):
-            raise ValueError(f"a hypercube has a power of two of nodes, got {n} workers; take 'torus' or 'complete'")
+            raise ValueError(f"a hypercube has a power of two of nodes, got {n} workers; use 'torus' or 'complete'")
         for b in range(n.bit_length() - 1):
             linked[everyone, everyone ^ (1 << b)] = True
     else:
@@ -138,15 +143,17 @@ def _named(name: str, n: int) -> np.ndarray:
 
 
 def sides(n: int) -> tuple[int, int]:
+    """Rows and columns of the most nearly square torus of n nodes."""
     rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
     return rows, n // rows
 
 
 def shifts(n: int) -> list[int]:
+    """Distances from sender to receiver in the exponential graph of n nodes."""
     return [1 << b for b in range((n - 1).bit_length())]
 
 
-def _as_array(graph) -> np.ndarray:
+def _as_array(graph: Edges) -> np.ndarray:
     try:
         array = np.asarray(graph)
     except ValueError:
@@ -161,11 +168,11 @@ def _as_array(graph) -> np.ndarray:
     return array
 
 
-def _own(graph, n: int) -> np.ndarray:
+def _from_edges(graph: Edges, n: int) -> np.ndarray:
     array = _as_array(graph)
     if array.dtype == bool:
         if len(array) != n:
-            raise ValueError(f"the graph is of {len(array)} nodes, but there are {n} workers")
+            raise ValueError(f"the graph has {len(array)} nodes, but there are {n} workers")
         linked = array.copy()
     else:
         if array.min(initial=0) < 0 or array.max(initial=0) >= n:
@@ -177,7 +184,8 @@ def _own(graph, n: int) -> np.ndarray:
     return linked
 
 
-def symmetric(linked: np.ndarray) -> bool:
+def is_undirected(linked: np.ndarray) -> bool:
+    """Whether every edge of an adjacency matrix goes both ways."""
     return bool((linked == linked.T).all())
 
 
@@ -191,8 +199,8 @@ def reachable(linked: np.ndarray) -> np.ndarray:
         reached = further
 
 
-def _joined(n: int, degree: int, rng) -> np.ndarray | None:
-    """One attempt at a regular graph: None when the ends that are left do not fit."""
+def _join_ends(n: int, degree: int, rng: np.random.Generator) -> np.ndarray | None:
+    """One attempt at a regular graph. None when the remaining ends do not fit."""
     linked, ends = np.eye(n, dtype=bool), np.repeat(np.arange(n), degree)
     while ends.size:
         order = rng.permutation(ends.size)

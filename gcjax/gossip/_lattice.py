@@ -1,4 +1,4 @@
-"""The modulo lattice: a vector in few bits an entry for somebody who holds a near one, with a check that it was near.
+"""The modulo lattice: sends a vector in a few bits per entry to a receiver that holds a near one, and detects failure.
 
 **Source.** Peter Davies, Vijaykrishna Gurunathan, Niusha Moshrefi, Saleh Ashkboos, Dan Alistarh, "New Bounds For
 Distributed Mean Estimation and Variance Reduction", ICLR 2021, arXiv 2002.09268: the cubic lattice with a colour per
@@ -8,9 +8,9 @@ on their norm.
 **Wire format.** uint32[1 + bits * words_for(n)]: a checksum, then `bits` packed masks, lowest bit first: the integer of
 each entry modulo 2**bits.
 
-**Deviations.** The rounding is stochastic, so without bias. The checksum is of the whole integers, before the modulo;
-the receiver computes it from the integers it decoded. When any is wrong the two agree with a chance of about 2**-32.
-There is no random rotation: a scale for each entry takes its place.
+**Deviations.** Rounding is stochastic and therefore unbiased. The checksum covers the whole integers, before the
+modulo; the receiver computes it from the integers it decoded. If any is wrong, the two agree with a probability of
+about 2**-32. A scale for each entry replaces the random rotation.
 """
 
 import jax.numpy as jnp
@@ -18,18 +18,18 @@ from jax import lax
 
 from gcjax._kernels.bits import TINY, exponent, magnitude_bits, pack_planes, power_of_two, unpack_planes
 from gcjax._kernels.hashing import quick_bits, uniform
-from gcjax._types import Array
+from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_integer
 
-_LIMIT = 1 << 30  # integers beyond could leave int32 on the way
+_LIMIT = 1 << 30  # larger integers could overflow int32
 _STRIDE = 0x9E3779B1  # prime, near 2**32 / golden ratio: neighbouring places get distant numbers
 
 
-def encode(x: Array, scale, bits: int, key) -> Array:
+def encode(x: Array, scale: ArrayLike, bits: int, key: Array) -> Array:
     """Every entry's lattice point, modulo 2**bits.
 
-    The point is scale * z, z one of the two integers around x / scale, drawn so that its mean is x; the error is below
-    `scale`. Two senders with one key and scale draw alike: of equal entries they send the same point.
+    The point is scale * z, where z is one of the two integers around x / scale, drawn so that the mean of the point is
+    x. The error is below `scale`. Two senders with the same key and scale draw alike: equal entries give equal points.
 
     Args:
       x: float32[n].
@@ -38,60 +38,62 @@ def encode(x: Array, scale, bits: int, key) -> Array:
       key: random key.
 
     Returns:
-      uint32[1 + bits * words_for(n)], the checksum first. Where an entry is not finite or not below 2**30 scales it is
-      one that `decode` refuses.
+      uint32[1 + bits * words_for(n)], the checksum first. If an entry is not finite or not below 2**30 scales, `decode`
+      rejects the checksum.
     """
     return encode_points(*lattice_points(x, scale, key), bits)
 
 
-def encode_points(points: Array, whole: Array, bits: int) -> Array:
-    """The words of what `lattice_points` returned."""
+def encode_points(points: Array, in_range: Array, bits: int) -> Array:
+    """The words that carry the result of `lattice_points`."""
     check_integer("bits", bits, 4, 16)
     checksum = _checksum(points)
-    checksum = jnp.where(whole, checksum, ~checksum)
+    checksum = jnp.where(in_range, checksum, ~checksum)
     return jnp.concatenate([checksum[None], pack_planes(points & ((1 << bits) - 1), bits)])
 
 
-def decode(words: Array, reference: Array, scale, bits: int) -> tuple[Array, Array]:
-    """The points that were sent, found as the nearest ones to the receiver's own vector with these last bits.
+def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple[Array, Array]:
+    """Recover the sent points: of all points with these low bits, the ones nearest to the receiver's own vector.
 
     Args:
       words: as `encode` returns them.
-      reference: float32[n], the receiver's own; right results are certain while |x - reference| <= margin(scale, bits).
-      scale, bits: as given to `encode`.
+      reference: float32[n], the receiver's own vector. Decoding is certain to be right while
+        |x - reference| <= margin(scale, bits).
+      scale: as given to `encode`.
+      bits: as given to `encode`.
 
     Returns:
-      float32[n], and a bool: whether the checksum agrees. If not, the values mean nothing.
+      float32[n], and a bool: whether the checksum agrees. If it does not, the values are meaningless.
     """
     check_integer("bits", bits, 4, 16)
-    nearest, whole = _as_integers(jnp.round(reference / scale))
+    nearest, in_range = _as_integers(jnp.round(reference / scale))
     sent = unpack_planes(words[1:], bits, len(reference)).astype(jnp.int32)
     unused = 32 - bits
     points = nearest + (((sent - nearest) << unused) >> unused)  # the difference as a signed number of `bits` bits
-    return points.astype(jnp.float32) * scale, whole & (_checksum(points) == words[0])
+    return points.astype(jnp.float32) * scale, in_range & (_checksum(points) == words[0])
 
 
-def lattice_points(x: Array, scale, key) -> tuple[Array, Array]:
+def lattice_points(x: Array, scale: ArrayLike, key: Array) -> tuple[Array, Array]:
     """The integers z of `encode`, int32[n], and a bool: whether all of them are in range."""
     share = x / scale
     low = jnp.floor(share)
     return _as_integers(low + (uniform(key, len(x)) < share - low))
 
 
-def margin(scale, bits: int):
+def margin(scale: Array | float, bits: int) -> Array | float:
     """The largest distance between sender and receiver at which decoding never fails."""
     return scale * (2 ** (bits - 1) - 1.5)
 
 
-def scale_for(distance, bits: int):
+def scale_for(distance: ArrayLike, bits: int) -> Array:
     """The smallest power of two whose margin is at least `distance` (finite), and at least 2**-126."""
     wanted = jnp.maximum(distance / jnp.float32(margin(1, bits)), TINY)
     return power_of_two(exponent(magnitude_bits(wanted) + jnp.uint32((1 << 23) - 1)))
 
 
 def _as_integers(x: Array) -> tuple[Array, Array]:
-    inside = jnp.abs(x) < _LIMIT  # not so for NaN
-    return jnp.where(inside, x, 0).astype(jnp.int32), jnp.all(inside)
+    in_range = jnp.abs(x) < _LIMIT  # False for NaN
+    return jnp.where(in_range, x, 0).astype(jnp.int32), jnp.all(in_range)
 
 
 def _checksum(points: Array) -> Array:

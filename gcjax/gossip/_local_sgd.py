@@ -1,4 +1,4 @@
-"""Local SGD: all models are averaged, or moved by an outer optimiser, once in some updates.
+"""Local SGD: every few updates all models are averaged, or moved by an outer optimiser.
 
 **Source.** Sebastian U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767; with an
 outer optimiser Arthur Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
@@ -9,7 +9,7 @@ arXiv 2311.08105, algorithm 1.
 **Deviations.** None.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,47 +18,56 @@ import optax
 from gcjax._comm.collectives import dense_mean
 from gcjax._core.transform import CompressState
 from gcjax._kernels.buckets import flatten, unflatten
-from gcjax._types import PyTree
-from gcjax.gossip._periodic import Outcome, Round, exchanging
+from gcjax._types import ArrayLike, AxisNames, PyTree
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, periodic_exchange
 
 
 class OuterState(NamedTuple):
-    """anchor: the parameters after the last exchange, the same on all workers.
-    outer: state of the outer optimiser.  compressor: state of the compressor, or ()."""
+    """State of the outer step.
+
+    Attributes:
+      anchor: the parameters after the last exchange, the same on all workers.
+      outer: state of the outer optimiser.
+      compressor: state of the compressor, or ().
+    """
 
     anchor: PyTree
-    outer: Any
-    compressor: Any
+    outer: PyTree
+    compressor: PyTree
 
 
 def local_sgd(
-    local_steps, *, outer: optax.GradientTransformation | None = None, compressor=None, axis_name=None
+    local_steps: int,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    compressor: optax.GradientTransformation | None = None,
+    axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replaces all models by their mean, or by what an outer optimiser makes of it, in every `local_steps`-th update.
+    r"""Replaces all models by their mean, or applies an outer optimiser, in every `local_steps`-th update.
 
     .. math::
         \Delta = \frac1n \sum_i C(a - x_i), \qquad a \leftarrow a + \mathrm{outer}(\Delta), \qquad x_i \leftarrow a
 
     with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of DiLoCo is
-    `optax.sgd(0.7, momentum=0.9, nesterov=True)`; without one, and without a compressor, the models become their mean.
-    After an exchange they are equal but for the rounding of this last update.
+    `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models become their
+    mean. After an exchange they are equal up to the rounding of this last update.
 
     It ends a chain: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(100, outer=optax.sgd(0.7, momentum=0.9,
-    nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Nothing moves in the updates between.
+    nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Between exchanges nothing is sent.
 
     Args:
-      local_steps: updates from one exchange to the next, the last of them included.
-      outer: optax transform over the outer gradient; None is `optax.sgd(1.0)`.
-      compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, in
-        the place of the dense mean; None for that.
+      local_steps: updates from one exchange to the next, including the one that exchanges.
+      outer: optax transform of the outer gradient; None is `optax.sgd(1.0)`.
+      compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, that
+        replaces the dense mean; None for the dense mean.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:
-      A transform as `gcjax.gossip.swarm_average` returns it. With `outer` or `compressor` all workers must start from
+      A transform like that of `gcjax.gossip.swarm_average`. With `outer` or `compressor` all workers must start from
       the parameters that `init` was given.
 
     Raises:
-      TypeError, ValueError: for an argument out of range; for a compressor that is none (from `init`).
+      TypeError, ValueError: an argument out of range; a compressor that is not one of gcjax (from `init`).
 
     **Randomness**: the compressor's. **Bias**: the compressor's. **Non-finite input** reaches all workers in an
     exchange, and the anchor: put `optax.apply_if_finite` around the optimiser before this transform.
@@ -66,7 +75,7 @@ def local_sgd(
     if outer is None and compressor is not None:
         outer = optax.sgd(1.0)
 
-    def init_method(params):
+    def init_method(params: PyTree) -> PyTree:
         if outer is None:
             return ()
         compress_state = () if compressor is None else compressor.init(params)
@@ -74,32 +83,32 @@ def local_sgd(
             raise TypeError(f"compressor must be a transform of gcjax such as gcjax.top_k_compress, got {compressor!r}")
         return OuterState(jax.tree.map(jnp.copy, params), outer.init(params), compress_state)
 
-    def exchange(before: Round, method) -> Outcome:
-        layout, models, workers = before.layout, before.models(), before.workers
+    def exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
+        layout, models, workers = inputs.layout, inputs.models(), inputs.workers
 
         def mean(buckets):
-            return [dense_mean(x, before.axes) for x in buckets] if workers > 1 else buckets
+            return [dense_mean(x, inputs.axes) for x in buckets] if workers > 1 else buckets
 
-        words: Any = -(-2 * (workers - 1) * sum(len(x) for x in models) // workers)  # of a ring all-reduce
+        words: ArrayLike = -(-2 * (workers - 1) * sum(len(x) for x in models) // workers)  # of a ring all-reduce
         if outer is None:
             changes = [m - x for m, x in zip(mean(models), models, strict=True)]
-            return Outcome(changes, method, words, workers > 1, False)
+            return ExchangeResult(changes, method, words, workers > 1)
         outer_grad = [a - x for a, x in zip(flatten(layout, method.anchor), models, strict=True)]
         compress_state = method.compressor
         if compressor is None:
             outer_grad = unflatten(layout, mean(outer_grad))
         else:
             outer_grad, compress_state = compressor.update(unflatten(layout, outer_grad), compress_state)
-            moved = [s.report.value.sent.wire_bytes[0] for s in _compress_states(compress_state)]
-            words = jnp.ceil(sum(moved) / 4).astype(jnp.uint32)
+            wire_bytes = [s.report.value.sent.wire_bytes[0] for s in _compress_states(compress_state)]
+            words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
         outer_updates, outer_state = outer.update(outer_grad, method.outer, method.anchor)
         anchor = optax.apply_updates(method.anchor, outer_updates)
         changes = [a - x for a, x in zip(flatten(layout, anchor), models, strict=True)]
-        return Outcome(changes, OuterState(anchor, outer_state, compress_state), words, workers > 1, False)
+        return ExchangeResult(changes, OuterState(anchor, outer_state, compress_state), words, workers > 1)
 
-    return exchanging(init_method, exchange, local_steps, axis_name)
+    return periodic_exchange(init_method, exchange, local_steps, axis_name)
 
 
-def _compress_states(state) -> list[CompressState]:
+def _compress_states(state: PyTree) -> list[CompressState]:
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CompressState))
     return [leaf for leaf in leaves if isinstance(leaf, CompressState)]

@@ -1,22 +1,16 @@
-"""Rounds of exchanges on a graph: edges in disjoint rounds, matchings of pairs. NumPy; only draws are JAX."""
+"""Rounds of exchanges on a graph: edges in disjoint rounds, and matchings of pairs. NumPy only."""
 
-from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from gcjax._types import Array
-from gcjax.gossip._graphs import Graph, adjacency, edges, reachable, shifts, sides, symmetric
+from gcjax.gossip._graphs import Graph, adjacency, is_undirected, reachable, shifts, sides
 
 MOST_MATCHINGS = 64  # each is a branch of the compiled program
 
 
 def rounds(graph: Graph, n: int) -> np.ndarray:
-    """int32[k, n]: in round r node i sends to [r, i] (to nobody where that is i); every edge is in exactly one round.
+    """int32[k, n]: in round r node i sends to [r, i], or to nobody if that is i. Every edge is in exactly one round.
 
-    Nobody receives from two in a round. In an undirected graph each round is a matching, so an involution.
+    Nobody receives from two nodes in one round. In an undirected graph each round is a matching, so an involution.
     """
     linked = adjacency(graph, n)
     everyone = np.arange(n, dtype=np.int32)
@@ -37,18 +31,20 @@ def rounds(graph: Graph, n: int) -> np.ndarray:
 def matchings(graph: Graph, n: int) -> np.ndarray:
     """int32[k, n]: matchings `partner` (an involution; partner[i] == i sits out) of an undirected graph.
 
-    Drawing one of them with equal chances is what an SPMD program can do, because a permutation of devices must be
-    known when it is compiled. None can be given a further edge, together they connect the graph, and k is at most 64.
-    For the complete graph they are a round robin tournament (64 of its rounds for more workers), for an even ring its
-    two halves, and so on; where one must sit out it is not always the same.
+    An SPMD program can draw one of them with equal chances; it cannot draw any matching, because a permutation of
+    devices must be known at compile time. Every matching is maximal, together they connect the graph, and k is at most
+    64. For the complete graph they are a round-robin tournament (64 of its rounds for more workers), for an even ring
+    its two halves, and so on. If one worker must sit out, it is not always the same one.
 
-    Averaging over a random matching is a projection W, so the expected fall of the distance from the mean, 1 - E[W'W] =
-    1 - E[W], depends only on how often each edge is drawn: a tournament's rounds do as well as all perfect matchings.
+    Averaging over a random matching is a projection W. The expected fall of the squared distance from the mean,
+    1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn, so a tournament does as well as all perfect
+    matchings.
 
-    Raises ValueError for a directed graph.
+    Raises:
+      ValueError: a directed graph.
     """
     linked = adjacency(graph, n)
-    if not symmetric(linked):
+    if not is_undirected(linked):
         raise ValueError(f"pairs of workers average both ways: the graph must be undirected, got {graph!r}")
     if n == 1:
         return np.zeros((1, 1), np.int32)
@@ -69,52 +65,8 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
     return family
 
 
-def random_matching(graph: Graph, n: int) -> Callable[[Array], Array]:
-    """A function from a random key to a random matching, int32[n] as in `matchings`, that can be traced.
-
-    On the complete graph every matching that leaves out at most one is equally likely. On others edges are taken in
-    random order, each whose nodes are still free.
-
-    Raises ValueError for a directed graph.
-    """
-    everyone = jnp.arange(n, dtype=jnp.int32)
-    linked = adjacency(graph, n)
-    if not symmetric(linked):
-        raise ValueError(f"pairs of workers average both ways: the graph must be undirected, got {graph!r}")
-    if linked.sum() == n * (n - 1):
-
-        def pair(key):
-            order = jax.random.permutation(key, everyone)
-            first, second = order[: n // 2], order[n // 2 : n // 2 * 2]
-            return everyone.at[first].set(second).at[second].set(first)
-
-        return pair
-    ends = jnp.asarray(edges(graph, n))
-
-    def take(key):
-        rank = jax.random.permutation(key, len(ends)).astype(jnp.int32)
-
-        def some_free(carry):
-            return jnp.any(carry[1])
-
-        def take_first(carry):
-            """All at once the edges that come before every free edge they touch."""
-            partner, free = carry
-            order = jnp.where(free, rank, len(ends))
-            first = jnp.full(n, len(ends), jnp.int32).at[ends].min(order[:, None])
-            taken = free & (order == first[ends[:, 0]]) & (order == first[ends[:, 1]])
-            to = jnp.where(taken[:, None], ends, n)  # n is out of range: dropped
-            partner = partner.at[to[:, 0]].set(ends[:, 1], mode="drop").at[to[:, 1]].set(ends[:, 0], mode="drop")
-            alone = partner == everyone
-            return partner, alone[ends[:, 0]] & alone[ends[:, 1]]
-
-        return lax.while_loop(some_free, take_first, (everyone, jnp.ones(len(ends), bool)))[0]
-
-    return take
-
-
 def _tournament(n: int) -> np.ndarray:
-    """Everybody meets everybody: n - 1 rounds, or n in which one sits out. The last stands, the others turn."""
+    """Round robin: n - 1 rounds, or n rounds in each of which one sits out. The last stays in place, the rest turn."""
     turning = n - 1 + n % 2
     table = np.tile(np.arange(n, dtype=np.int32), (turning if n > 1 else 0, 1))
     for r, partner in enumerate(table):
@@ -127,7 +79,7 @@ def _tournament(n: int) -> np.ndarray:
 
 
 def _cycle_rounds(n: int) -> np.ndarray:
-    """The edges of a ring in two matchings, or three where n is odd; one edge for two nodes."""
+    """The edges of a ring in two matchings, or three if n is odd; one edge for two nodes."""
     if n <= 2:
         return np.arange(n, dtype=np.int32)[None, ::-1] if n == 2 else np.zeros((0, 1), np.int32)
     table = np.tile(np.arange(n, dtype=np.int32), (2 + n % 2, 1))
@@ -138,9 +90,9 @@ def _cycle_rounds(n: int) -> np.ndarray:
 
 
 def _coloured(linked: np.ndarray) -> np.ndarray:
-    """Every edge to the first round in which both of its ends are free."""
+    """Greedy: every edge goes to the first round in which both of its ends are free."""
     n = len(linked)
-    undirected = symmetric(linked)
+    undirected = is_undirected(linked)
     table: list[np.ndarray] = []
     for i, j in np.argwhere(np.triu(linked) if undirected else linked):
         for to in table:
@@ -161,7 +113,7 @@ def _is_maximal(linked: np.ndarray, partner: np.ndarray) -> bool:
 
 
 def _balanced(linked: np.ndarray) -> np.ndarray:
-    """Maximal matchings that prefer nodes which sat out and edges which were seldom taken."""
+    """Maximal matchings that prefer nodes that sat out often and edges that were used seldom."""
     n, rng, ends = len(linked), np.random.default_rng(0), np.argwhere(np.triu(linked))
     used, sat_out = np.zeros(len(ends)), np.zeros(n)
     family: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""State of the gossip transforms, and what it says about the traffic."""
+"""State of the gossip transforms, and the traffic that it counts."""
 
 from typing import Any, NamedTuple
 
@@ -6,27 +6,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._core.info import _parts
+from gcjax._core.info import local_parts
 from gcjax._core.per_worker import PerWorker
-from gcjax._types import Array, PyTree
+from gcjax._types import Array, ArrayLike, PyTree
 
 
 class Traffic(NamedTuple):
-    """What one worker has sent. exchanges: int32, in which it took part.  failures: int32, exchanges that the quantiser
-    gave up, the same on all workers.  last: uint32, words of 32 bits in the last update.  total: uint32[2], words so
-    far, low half and high half."""
+    """What one worker has sent.
+
+    Attributes:
+      exchanges: int32, exchanges in which it took part.
+      failures: int32, exchanges repeated in full because decoding failed, the same on all workers.
+      last: uint32, words of 32 bits sent in the last update.
+      total: uint32[2], words sent so far, low half and high half.
+    """
 
     exchanges: Array
     failures: Array
     last: Array
     total: Array
 
+    @classmethod
+    def zero(cls) -> "Traffic":
+        """Before the first update."""
+        return cls(jnp.int32(0), jnp.int32(0), jnp.uint32(0), jnp.zeros(2, jnp.uint32))
+
+    def after(self, words: ArrayLike, took_part: ArrayLike, failed: ArrayLike) -> "Traffic":
+        """After an exchange in which this worker sent `words` words."""
+        words = jnp.asarray(words, jnp.uint32)
+        low = self.total[0] + words
+        high = self.total[1] + (low < words)
+        return Traffic(
+            self.exchanges + jnp.asarray(took_part, jnp.int32),
+            self.failures + jnp.asarray(failed, jnp.int32),
+            words,
+            jnp.stack([low, high]),
+        )
+
 
 class GossipState(NamedTuple):
     """State of a gossip transform.
 
-    step: int32, updates so far, the same on all workers.  traffic: PerWorker, `Traffic`.
-    method: what the method keeps: `swarm_average` with bits the scales, `sgp` its weight, `local_sgd` the outer state.
+    Attributes:
+      step: int32, updates so far, the same on all workers.
+      traffic: PerWorker, a `Traffic`.
+      method: the method's own state: the distances of `swarm_average` with bits, the weight of `sgp`, the outer state
+        of `local_sgd`.
     """
 
     step: Array
@@ -34,16 +59,18 @@ class GossipState(NamedTuple):
     method: Any
 
 
-class Info(NamedTuple):
+class GossipInfo(NamedTuple):
     """What the workers have sent so far. Arrays have one entry per worker whose state was given.
 
-    step: updates so far.
-    exchanges: in which each worker took part, int64[workers]; one that sat out did not.
-    failures: exchanges that were repeated in full precision because somebody could not decode, the first one, before
-      any distance was known, not counted.
-    bits_last, bits: sent by each worker in the last update and so far, padding and agreements included,
-      float64[workers]. A ring all-reduce is counted as what it makes one worker send.
-    weights: of push-sum, float64[workers]; ones with the other methods. Their sum is the number of workers.
+    Attributes:
+      step: updates so far.
+      exchanges: int64[workers], exchanges in which each worker took part, without those in which it sat out.
+      failures: exchanges repeated in full precision because some worker could not decode. The first exchange, before
+        any distance is known, does not count.
+      bits_last: float64[workers], bits sent in the last update, with padding and agreements. A ring all-reduce counts
+        as what it makes one worker send.
+      bits: float64[workers], bits sent so far, counted likewise.
+      weights: float64[workers], push-sum weights, which sum to the number of workers; ones with other methods.
     """
 
     step: int
@@ -54,19 +81,20 @@ class Info(NamedTuple):
     weights: np.ndarray
 
 
-def info(opt_state) -> Info:
+def info(opt_state: PyTree) -> GossipInfo:
     """Read from an optimiser's state what its gossip transform has sent. Call it between steps, not inside `jax.jit`.
 
-    Raises ValueError when there is not exactly one gossip transform in it.
+    Raises:
+      ValueError: the state does not hold exactly one gossip transform.
     """
-    state = the_gossip_state(opt_state)
-    traffic = jax.tree.map(_flat, state.traffic.value)
+    state = find_gossip_state(opt_state)
+    traffic = jax.tree.map(_local_values, state.traffic.value)
     low, high = traffic.total.reshape(-1, 2).T.astype(np.float64)
     weights = np.ones(len(traffic.last))
     if isinstance(state.method, PerWorker):
-        weights = _flat(state.method.value).astype(np.float64)
-    return Info(
-        step=int(_flat(state.step)[0]),
+        weights = _local_values(state.method.value).astype(np.float64)
+    return GossipInfo(
+        step=int(_local_values(state.step)[0]),
         exchanges=traffic.exchanges.astype(np.int64),
         failures=int(traffic.failures[0]),
         bits_last=32.0 * traffic.last,
@@ -75,64 +103,48 @@ def info(opt_state) -> Info:
     )
 
 
-def _flat(x) -> np.ndarray:
-    """What this process holds of the workers' values, one after the other."""
-    return np.concatenate([np.ravel(part) for part in _parts(x)])
+def _local_values(x: Array) -> np.ndarray:
+    """The workers' values that this process holds, one after the other."""
+    return np.concatenate([np.ravel(part) for part in local_parts(x)])
 
 
-def the_gossip_state(opt_state) -> GossipState:
-    """The state of a chain's gossip transform. Raises ValueError when there is not exactly one."""
+def find_gossip_state(opt_state: PyTree) -> GossipState:
+    """The state of a chain's gossip transform. Raises ValueError unless there is exactly one."""
     states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_gossip) if _is_gossip(s)]
     if len(states) != 1:
-        raise ValueError(f"the chain has {len(states)} gossip transforms such as swarm_average; it must end with one")
+        raise ValueError(
+            f"the chain has {len(states)} gossip transforms; end it with one, such as gcjax.gossip.swarm_average"
+        )
     return states[0]
 
 
-def no_traffic(axes: tuple[str, ...]) -> PerWorker:
-    """Of a worker that has sent nothing yet."""
-    none = jnp.int32(0)
-    return PerWorker.pack(Traffic(none, none, jnp.uint32(0), jnp.zeros(2, jnp.uint32)), axes)
+class LocalLeaf(NamedTuple):
+    """A leaf of the optimiser's state that `pack_leaves` made per worker, unlike nodes that were `PerWorker` before.
+
+    Attributes:
+      packed: PerWorker, the leaf.
+    """
+
+    packed: PerWorker
 
 
-def count(traffic: Traffic, words, took_part, failed) -> Traffic:
-    """After an exchange in which this worker sent so many words."""
-    words = jnp.asarray(words, jnp.uint32)
-    low = traffic.total[0] + words
-    high = traffic.total[1] + (low < words)
-    return Traffic(
-        traffic.exchanges + jnp.asarray(took_part, jnp.int32),
-        traffic.failures + jnp.asarray(failed, jnp.int32),
-        words,
-        jnp.stack([low, high]),
-    )
+def pack_leaves(opt_state: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """A chain's state with every leaf per worker: where the parameters differ, so do the momenta and all the rest."""
+
+    def pack(node):
+        return node if _is_gossip(node) or isinstance(node, PerWorker) else LocalLeaf(PerWorker.pack(node, axes))
+
+    return jax.tree.map(pack, opt_state, is_leaf=lambda node: _is_gossip(node) or isinstance(node, PerWorker))
 
 
-class Held(NamedTuple):
-    """A leaf of the state of which every worker has its own, told from nodes that were `PerWorker` before."""
+def unpack_leaves(opt_state: PyTree) -> PyTree:
+    """The inverse of `pack_leaves`."""
 
-    own: PerWorker
+    def unpack(node):
+        return node.packed.unpack() if isinstance(node, LocalLeaf) else node
 
-
-def hold(opt_state: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """A chain's state with everything per worker: where parameters differ, momenta and all else do."""
-
-    def as_it_is(node) -> bool:
-        return _is_gossip(node) or isinstance(node, PerWorker)
-
-    def own(node):
-        return node if as_it_is(node) else Held(PerWorker.pack(node, axes))
-
-    return jax.tree.map(own, opt_state, is_leaf=as_it_is)
+    return jax.tree.map(unpack, opt_state, is_leaf=lambda node: isinstance(node, LocalLeaf))
 
 
-def release(opt_state: PyTree) -> PyTree:
-    """The inverse of `hold`."""
-
-    def is_held(node) -> bool:
-        return isinstance(node, Held)
-
-    return jax.tree.map(lambda node: node.own.unpack() if is_held(node) else node, opt_state, is_leaf=is_held)
-
-
-def _is_gossip(node) -> bool:
+def _is_gossip(node: Any) -> bool:
     return isinstance(node, GossipState)

@@ -1,5 +1,6 @@
-"""Training with parameters that differ between workers: the step, their place on a mesh, their mean and spread."""
+"""Training with parameters that differ between workers: the step, placement on a mesh, mean and consensus distance."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,26 +11,29 @@ from jax.sharding import PartitionSpec
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
 from gcjax._training.sharding import place
-from gcjax._training.step import TrainState, TrainStep, checked_axes
-from gcjax._types import Array, AxisNames, PyTree
+from gcjax._training.step import Metrics, TrainState, TrainStep, checked_axes
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_random_key
-from gcjax.gossip._state import hold, release, the_gossip_state
+from gcjax.gossip._state import find_gossip_state, pack_leaves, unpack_leaves
 
 
 def make_train_step(
-    loss_fn,
+    loss_fn: Callable,
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     *,
     axis_name: AxisNames = "data",
     accumulate: int = 1,
 ) -> "GossipStep":
-    """A training step in which every worker has parameters of its own: `jax.jit` of `jax.shard_map`, the state donated.
+    """A training step in which every worker has its own parameters: `jax.jit` of `jax.shard_map`, the state donated.
 
     Args:
-      loss_fn, mesh, axis_name, accumulate: as in `gcjax.make_train_step`.
+      loss_fn: as in `gcjax.make_train_step`.
       tx: an optax chain that ends with a transform of `gcjax.gossip` over the same axis. All other state in it becomes
         per worker by itself.
+      mesh: the devices.
+      axis_name: axis or axes over which the batch is split.
+      accumulate: as in `gcjax.make_train_step`.
 
     Returns:
       `step` as of `gcjax.make_train_step`: `step.init(params)` gives all workers the same parameters, and
@@ -44,68 +48,81 @@ def make_train_step(
 
 
 class GossipStep(TrainStep):
-    """What `make_train_step` returns; see there."""
+    """The return type of `make_train_step`."""
 
     def init(self, params: PyTree, *, model_state: PyTree = None, key: Array | None = None) -> TrainState:
         """The state before the first step, on the mesh; the arguments stay valid."""
         if key is not None:
             check_random_key("key", key)
         opt_state = self._tx.init(params)
-        named = the_gossip_state(opt_state).traffic.axes
-        if named != self._axes:
+        gossip_axes = find_gossip_state(opt_state).traffic.axes
+        if gossip_axes != self._axes:
             raise ValueError(
-                f"the step's workers are along {self._axes}, but the gossip transform names {named}; give it "
+                f"the step's workers are along {self._axes}, but the gossip transform names {gossip_axes}; give it "
                 "the same axis_name"
             )
-        own = PerWorker.pack(params, self._axes)
-        held = None if model_state is None else PerWorker.pack(model_state, self._axes)
-        state = TrainState(jnp.int32(0), own, hold(opt_state, self._axes), held, key)
+        local = PerWorker.pack(params, self._axes)
+        local_model_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
+        state = TrainState(jnp.int32(0), local, pack_leaves(opt_state, self._axes), local_model_state, key)
         return place(state, self._mesh)
 
-    def _local_step(self, state: TrainState, batch):
-        own = state._replace(params=state.params.unpack(), opt_state=release(state.opt_state))
-        new, metrics = super()._local_step(own, batch)
+    def _local_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        local = state._replace(params=state.params.unpack(), opt_state=unpack_leaves(state.opt_state))
+        new, metrics = super()._local_step(local, batch)
         params = PerWorker.pack(new.params, self._axes)
-        return new._replace(params=params, opt_state=hold(new.opt_state, self._axes)), metrics
+        return new._replace(params=params, opt_state=pack_leaves(new.opt_state, self._axes)), metrics
 
 
 def worker_params(params: PyTree, mesh: jax.sharding.Mesh, axis_name: AxisNames) -> PyTree:
     """One copy of `params` for each worker: leaves (workers, *shape), sharded over the axes along the first dimension.
 
-    For training loops written by hand: `in_specs=P(axis_name)`, and inside `jax.shard_map` every leaf is (1, *shape).
+    For hand-written training loops: `in_specs=P(axis_name)`, and inside `jax.shard_map` every leaf is (1, *shape).
     """
     one_each = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
     return place(PerWorker.pack(one_each, axis_tuple(axis_name)), mesh).value
 
 
-def mean_params(params: PyTree, weights=None) -> PyTree:
-    """The mean over the workers, the model to evaluate. params: `TrainState.params` or leaves (workers, *shape).
+def mean_params(params: PyTree, weights: ArrayLike | None = None) -> PyTree:
+    """The mean over the workers, the model to evaluate.
 
-    weights: float[workers], of `sgp` from `gcjax.gossip.info`, None for equal ones. Leaves of shape (*shape), of their
-    own dtype.
+    Args:
+      params: `TrainState.params`, or leaves (workers, *shape).
+      weights: float[workers], those of `sgp` from `gcjax.gossip.info`; None for equal weights.
+
+    Returns:
+      Leaves (*shape) of the same dtypes.
     """
     return _mean(_stacked(params), None if weights is None else jnp.asarray(weights, jnp.float32))
 
 
-class Spread(NamedTuple):
-    """distance: sqrt(mean over workers of |x_i - mean|^2), over all parameters.  relative: of the mean's norm."""
+class ConsensusDistance(NamedTuple):
+    """How far the workers' models are from their mean.
+
+    Attributes:
+      distance: sqrt(mean over workers of |x_i - mean|^2), over all parameters.
+      relative: `distance` divided by the norm of the mean.
+    """
 
     distance: float
     relative: float
 
 
-def spread(params: PyTree) -> Spread:
-    """How far the workers' models are from their mean. params: `TrainState.params` or leaves (workers, *shape)."""
-    distance, norm = _spread(_stacked(params))
-    return Spread(float(distance), float(distance) / float(norm) if norm else float("inf") if distance else 0.0)
+def consensus_distance(params: PyTree) -> ConsensusDistance:
+    """How far the workers' models are from their mean.
+
+    Args:
+      params: `TrainState.params`, or leaves (workers, *shape).
+    """
+    distance, norm = map(float, _distance_and_norm(_stacked(params)))
+    return ConsensusDistance(distance, distance / norm if norm else float("inf") if distance else 0.0)
 
 
-def _stacked(params):
+def _stacked(params: PyTree) -> PyTree:
     return params.stacked() if isinstance(params, PerWorker) else params
 
 
 @jax.jit
-def _mean(stacked, weights):
+def _mean(stacked: PyTree, weights: Array | None) -> PyTree:
     def mean(x):
         return jnp.average(x.astype(jnp.float32), axis=0, weights=weights).astype(x.dtype)
 
@@ -113,7 +130,7 @@ def _mean(stacked, weights):
 
 
 @jax.jit
-def _spread(stacked):
+def _distance_and_norm(stacked: PyTree) -> tuple[Array, Array]:
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(stacked)]
     means = [jnp.mean(x, axis=0) for x in leaves]
     square = sum(jnp.sum((x - m) ** 2) / len(x) for x, m in zip(leaves, means, strict=True))

@@ -1,4 +1,4 @@
-"""SwarmSGD: averaging in random pairs, with local steps between, in full precision or on a lattice.
+"""SwarmSGD: averages random pairs of models every few local steps, in full precision or on a lattice.
 
 **Source.** Giorgi Nadiradze, Amirmojtaba Sabour, Peter Davies, Shigang Li, Dan Alistarh, "Asynchronous Decentralized
 SGD with Quantized and Local Updates" (first "SwarmSGD: Scalable Decentralized SGD with Local Updates"), NeurIPS 2021,
@@ -7,13 +7,14 @@ arXiv 1910.12308: the blocking variant.
 **Wire format.** In full precision the model, float32[bucket.size] per bucket. With `bits` the words of
 `gcjax.gossip._lattice`, and in an all-reduce a flag and one scale per leaf, float32.
 
-**Deviations.** All pairs of a matching exchange at once, because that is what an SPMD program can do;
+**Deviations.** All pairs of a matching exchange at once, because an SPMD program can do no more;
 `gcjax.gossip.simulate` has the asynchronous variants. With `bits` a worker moves by half the difference of the two
-rounded models, not to the mean of them: what one gains the other loses, so the mean of all models stays as it is.
+rounded models, not to their mean: what one gains the other loses, so the mean of all models does not change.
 """
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,59 +24,65 @@ from jax import lax
 
 from gcjax._comm.collectives import pmax_if_axes, send
 from gcjax._kernels.buckets import layout_of
-from gcjax._kernels.groups import leaf_groups
+from gcjax._kernels.groups import Groups, leaf_groups
 from gcjax._kernels.hashing import step_key
+from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_random_key
-from gcjax.gossip import _graphs
+from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._lattice import decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._matchings import matchings
-from gcjax.gossip._periodic import Outcome, Round, exchanging
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, no_exchange, periodic_exchange
 
 _SLACK = 2.0  # margin over the largest distance seen, before the scale is rounded up to a power of two
-_DECAY = 0.8  # of the distance remembered, per exchange
-_FINEST = 2.0**-24  # of a leaf's largest entry: float32 knows nothing finer
+_DECAY = 0.8  # of the remembered margin, per exchange
+_FINEST = 2.0**-24  # of a leaf's largest entry: float32 resolves nothing finer
 
 
 def swarm_average(
-    local_steps=2, bits=None, graph="complete", *, key, axis_name=None
+    local_steps: int = 2,
+    bits: int | None = None,
+    graph: Graph = "complete",
+    *,
+    key: Array,
+    axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages the models of random pairs of workers in every `local_steps`-th update.
 
     .. math::
         x_i \leftarrow x_i + \tfrac12 (Q(x_j) - Q(x_i))
 
-    for the pairs (i, j) of a matching, which a shared key draws from `matchings(graph, workers)`. Q is the identity, or
-    with `bits` the modulo lattice of Davies et al., whose error depends on how far apart the models are and not on how
-    large they are. Its scale is one power of two per leaf, from the largest distance lately seen between partners, such
-    that the models may be 2 to 4 times as far apart. Where they are further a checksum tells; then all workers repeat
-    that exchange in full precision, which is counted in `gcjax.gossip.info`. So they do in the first exchange, before
-    any distance is known.
+    for the pairs (i, j) of a matching, which a shared key draws from `matchings(graph, workers)`. Without `bits`, Q is
+    the identity. With `bits` it is the modulo lattice of Davies et al., whose error depends on how far apart the models
+    are, not on how large they are. Each leaf has one scale, a power of two, chosen from the largest recent distance
+    between partners so that the models may be 2 to 4 times as far apart. A checksum detects models that are further
+    apart; then all workers repeat that exchange in full precision, and `gcjax.gossip.info` counts it. They also do so
+    in the first exchange, before any distance is known.
 
     It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.swarm_average(bits=8, key=jax.random.key(0),
     axis_name="data"))`. Momentum stays local. An exchange sends one model per worker, 4 or bits / 8 bytes per
-    parameter, whatever the number of workers, and with `bits` an all-reduce of one word per leaf, by which all agree on
-    the scales and on whether to repeat. Nothing moves in the updates between.
+    parameter, whatever the number of workers. With `bits` it also makes an all-reduce of one word per leaf, to agree on
+    the scales and on whether to repeat. Between exchanges nothing is sent.
 
     Args:
-      local_steps: updates from one exchange to the next, the last of them included.
+      local_steps: updates from one exchange to the next, including the one that exchanges.
       bits: None for full precision, or 4 to 16.
-      graph: who may be paired: a name, `random_regular(degree)`, pairs of node numbers or a symmetric bool array. Of an
-        odd number of workers one sits out, not always the same one.
+      graph: which workers may be paired: a name, `random_regular(degree)`, pairs of node numbers or a symmetric bool
+        array. If the number of workers is odd, one sits out, not always the same one.
       key: random key, made by `jax.random.key(seed)`, the same on all workers.
-      axis_name: mesh axis or axes of the workers; None for a single worker, for whom this does nothing.
+      axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:
       A transform whose `update(updates, state, params)` needs the worker's own parameters, a pytree of floating-point
       leaves, and returns updates with which `optax.apply_updates` gives the averaged ones.
 
     Raises:
-      TypeError, ValueError: for an argument out of range; for an unconnected graph, here where its number of nodes is
-        known, else from `update`.
+      TypeError, ValueError: an argument out of range; an unconnected graph (from `update` if its number of nodes is not
+        known yet).
 
     **Randomness**: matchings and roundings are the same draws on all workers. **Bias**: none; the mean over the workers
-    is kept to rounding errors of float32. **Non-finite input** spreads to the partners and is not hidden: put
-    `optax.apply_if_finite` around the optimiser before this transform, not around the chain, since a worker that skips
-    an exchange would leave the others waiting.
+    is kept up to rounding errors of float32. **Non-finite input** reaches the partners and stays visible: put
+    `optax.apply_if_finite` around the optimiser before this transform, not around the chain, because a worker that
+    skips an exchange would leave the others waiting.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.swarm_average(key=jax.random.key(0)))
@@ -84,53 +91,67 @@ def swarm_average(
     [-0.5, -0.5, -0.5]
     """
     check_random_key("key", key)
-    _graphs.check(graph)
+    check_graph(graph)
     if bits is not None:
         check_integer("bits", bits, 4, 16)
 
-    def init_method(params):
-        """The margins wanted, float32 per leaf of each bucket; 0 as long as no distance is known."""
+    def init_method(params: PyTree) -> tuple[Array, ...]:
+        """The margins that decoding needs, float32 per leaf of each bucket; 0 until a distance is known."""
         buckets = layout_of(params).buckets if bits is not None else ()
         return tuple(jnp.zeros(len(bucket.segments)) for bucket in buckets)
 
-    def exchange(before: Round, method) -> Outcome:
-        models = before.models()
-        if before.workers == 1:
-            return Outcome([jnp.zeros_like(x) for x in models], method, 0, False, False)
-        family = matchings(graph, before.workers)
-        drawn = jax.random.randint(jax.random.fold_in(key, before.number), (), 0, len(family))
-        paired = jnp.asarray(family != np.arange(before.workers))[drawn, before.rank]
+    def exchange(inputs: ExchangeInput, margins: tuple[Array, ...]) -> ExchangeResult:
+        if inputs.workers == 1:
+            return no_exchange(inputs, margins)
+        models = inputs.models()
+        family = matchings(graph, inputs.workers)
+        drawn = jax.random.randint(jax.random.fold_in(key, inputs.number), (), 0, len(family))
+        paired = jnp.asarray(family != np.arange(inputs.workers))[drawn, inputs.rank]
 
         def swap(payloads):
-            """One branch per matching: a permutation of devices must be static. Only the one drawn is run."""
-            branches = [functools.partial(_send_all, partner, before.axes) for partner in family]
+            """One branch per matching, because a permutation of devices must be static. Only the drawn one runs."""
+            branches = [functools.partial(_send_all, partner, inputs.axes) for partner in family]
             return lax.switch(drawn, branches, payloads)
 
         if bits is None:
-            return _in_full(models, paired, swap)
-        return _on_lattice(before, models, paired, swap, method, bits, key)
+            changes = [_half(theirs - own, paired) for theirs, own in zip(swap(models), models, strict=True)]
+            return ExchangeResult(changes, (), jnp.where(paired, _length(models), 0), paired)
+        return _on_lattice(inputs, models, paired, swap, margins, bits, key)
 
-    return exchanging(init_method, exchange, local_steps, axis_name)
+    return periodic_exchange(init_method, exchange, local_steps, axis_name)
 
 
-def _send_all(partner, axes, payloads):
+def _send_all(partner: Sequence[int], axes: tuple[str, ...], payloads: list[Array]) -> list[Array]:
     return [send(x, partner, axes) for x in payloads]
 
 
-def _in_full(models, paired, swap) -> Outcome:
-    changes = [_half(theirs - own, paired) for theirs, own in zip(swap(models), models, strict=True)]
-    return Outcome(changes, (), jnp.where(paired, _length(models), 0), paired, False)
+def _on_lattice(
+    inputs: ExchangeInput,
+    models: list[Array],
+    paired: Array,
+    swap: Callable[[list[Array]], list[Array]],
+    margins: tuple[Array, ...],
+    bits: int,
+    key: Array,
+) -> ExchangeResult:
+    """Exchange lattice points, and if any worker cannot decode, whole models.
 
-
-def _on_lattice(before: Round, models, paired, swap, reaches, bits: int, key) -> Outcome:
-    """reaches: float32, the margins wanted, per leaf of each bucket, the same on all workers."""
-    # Written out once: computed again for another use, with other fused multiplications, a model could lie on the other
-    # side of a rounding there, and its owner would believe in another point than it sent.
+    Args:
+      inputs: of the exchange.
+      models: float32 buckets after the local update.
+      paired: bool, whether this worker has a partner.
+      swap: swap(buckets) -> the partner's.
+      margins: float32 per leaf of each bucket, the same on all workers.
+      bits: per entry.
+      key: the transform's key.
+    """
+    # The barrier writes the models out once. XLA could otherwise compute a model again with other fused
+    # multiplications, round it to another lattice point, and the sender would hold another point than it sent.
     models = lax.optimization_barrier(models)
-    buckets = before.layout.buckets
+    buckets = inputs.layout.buckets
     groups = [leaf_groups(bucket) for bucket in buckets]
-    scales = [g.per_entry(scale_for(reach, bits)) for g, reach in zip(groups, reaches, strict=True)]
-    keys = [step_key(key, before.number, bucket) for bucket in buckets]
+    scales = [g.per_entry(scale_for(m, bits)) for g, m in zip(groups, margins, strict=True)]
+    keys = [step_key(key, inputs.number, bucket) for bucket in buckets]
     points = [lattice_points(x, s, k) for x, s, k in zip(models, scales, keys, strict=True)]
     payloads = [encode_points(*p, bits) for p in points]
     theirs = [decode(words, x, s, bits) for words, x, s in zip(swap(payloads), models, scales, strict=True)]
@@ -138,37 +159,40 @@ def _on_lattice(before: Round, models, paired, swap, reaches, bits: int, key) ->
     distances = [x - y for (x, _), y in zip(theirs, own, strict=True)]
     finest = [margin(_FINEST, bits) * g.maxima(jnp.abs(x))[0] for g, x in zip(groups, models, strict=True)]
 
-    def wanted(distances):
-        """The margins for next time, float32 per leaf; nothing where they are not finite."""
-        found = zip(groups, distances, finest, strict=True)
-        reach = [jnp.maximum(jnp.where(paired, _SLACK * g.maxima(jnp.abs(d))[0], 0), f) for g, d, f in found]
-        return jnp.concatenate([jnp.where(jnp.isfinite(r), r, 0) for r in reach])
-
     failed = paired & ~jnp.all(jnp.stack([ok for _, ok in theirs]))
-    agreed = pmax_if_axes(jnp.concatenate([failed.astype(jnp.float32)[None], wanted(distances)]), before.axes)
+    wanted = _wanted_margins(groups, distances, finest, paired)
+    agreed = pmax_if_axes(jnp.concatenate([failed.astype(jnp.float32)[None], wanted]), inputs.axes)
     failed = agreed[0] > 0
 
     def repeat(_):
         distances = [x - y for x, y in zip(swap(models), models, strict=True)]
-        return [_half(d, paired) for d in distances], pmax_if_axes(wanted(distances), before.axes)
+        wanted = _wanted_margins(groups, distances, finest, paired)
+        return [_half(d, paired) for d in distances], pmax_if_axes(wanted, inputs.axes)
 
     def keep(_):
         return [_half(d, paired) for d in distances], agreed[1:]
 
-    changes, found = lax.cond(failed, repeat, keep, None)  # `failed` is equal on all workers: all repeat, or none
+    changes, wanted = lax.cond(failed, repeat, keep, None)  # `failed` is equal on all workers: all repeat, or none
     ends = np.cumsum([len(g) for g in groups])[:-1]
-    reaches = [jnp.maximum(f, _DECAY * r) for f, r in zip(jnp.split(found, ends), reaches, strict=True)]
-    # The flag and the reaches go through a ring all-reduce, the latter twice when repeated.
-    share = 2 * (before.workers - 1) / before.workers
+    margins = tuple(jnp.maximum(w, _DECAY * m) for w, m in zip(jnp.split(wanted, ends), margins, strict=True))
+    # The flag and the margins go through a ring all-reduce; a repeat reduces the margins again.
+    share = 2 * (inputs.workers - 1) / inputs.workers
     words = jnp.where(paired, _length(payloads), 0) + math.ceil(share * agreed.size)
-    again = jnp.where(paired, _length(models), 0) + math.ceil(share * found.size)
-    words = words + jnp.where(failed, again, 0)
-    return Outcome(changes, tuple(reaches), words, paired, failed & (before.number > 0))
+    repeat_words = jnp.where(paired, _length(models), 0) + math.ceil(share * wanted.size)
+    words = words + jnp.where(failed, repeat_words, 0)
+    return ExchangeResult(changes, margins, words, paired, failed & (inputs.number > 0))
 
 
-def _half(distance, paired):
+def _wanted_margins(groups: list[Groups], distances: list[Array], finest: list[Array], paired: Array) -> Array:
+    """The margins for the next exchange, float32 for each leaf of all buckets; 0 where they are not finite."""
+    found = zip(groups, distances, finest, strict=True)
+    wanted = [jnp.maximum(jnp.where(paired, _SLACK * g.maxima(jnp.abs(d))[0], 0), f) for g, d, f in found]
+    return jnp.concatenate([jnp.where(jnp.isfinite(w), w, 0) for w in wanted])
+
+
+def _half(distance: Array, paired: Array) -> Array:
     return jnp.where(paired, distance / 2, 0)
 
 
-def _length(vectors) -> int:
+def _length(vectors: list[Array]) -> int:
     return sum(len(x) for x in vectors)

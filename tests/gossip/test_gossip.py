@@ -21,7 +21,6 @@ from gcjax._core.per_worker import PerWorker
 from gcjax.gossip._graphs import mixing_matrix
 from gcjax.gossip._lattice import scale_for
 from gcjax.gossip._matchings import matchings, rounds
-from gcjax.gossip._state import count
 
 KEY = jax.random.key(7)
 SHAPES = {"a": (40,), "b": (3, 5)}  # in a bucket of 64 + 15 entries
@@ -463,14 +462,14 @@ def test_the_step_keeps_params_and_momentum_per_worker_and_compiles_once():
         w = w - 0.02 * momentum
         if i % 2:
             w = (w + w[partner_of("complete", 8, i // 2)]) / 2
-        np.testing.assert_allclose(state.params.value["w"], w, atol=1e-5)
+        np.testing.assert_allclose(state.params.stacked()["w"], w, atol=1e-5)
     assert metrics.loss.shape == (8,)
     assert step._jitted._cache_size() == 1
     assert not np.asarray(params["w"]).any()  # not donated
-    np.testing.assert_allclose(state.opt_state[0][0].trace["w"].own.value, momentum, atol=1e-5)
+    np.testing.assert_allclose(state.opt_state[0][0].trace["w"].packed.stacked(), momentum, atol=1e-5)
     np.testing.assert_allclose(gossip.mean_params(state.params)["w"], w.mean(0), atol=1e-6)
     distance = np.sqrt(((w - w.mean(0)) ** 2).sum(1).mean())
-    spread = gossip.spread(state.params)
+    spread = gossip.consensus_distance(state.params)
     assert spread.distance == pytest.approx(distance, rel=1e-4)
     assert spread.relative == pytest.approx(distance / np.linalg.norm(w.mean(0)), rel=1e-4)
 
@@ -491,14 +490,14 @@ def test_params_are_placed_once_for_each_worker():
     np.testing.assert_array_equal(params["w"], np.tile(np.arange(6.0).reshape(2, 3), (4, 1, 1)))
     assert params["s"].shape == (4,)
     assert params["w"].sharding.spec == P("data")
-    assert gossip.spread(params) == (0.0, 0.0)
+    assert gossip.consensus_distance(params) == (0.0, 0.0)
 
 
 def test_words_are_counted_beyond_32_bits():
     state = gossip.d_psgd().init(jnp.zeros(2))
     traffic = state.traffic.unpack()
     for _ in range(3):
-        traffic = count(traffic, np.uint32(3_000_000_000), True, False)
+        traffic = traffic.after(np.uint32(3_000_000_000), True, False)
     info = gossip.info(state._replace(traffic=PerWorker.pack(traffic, ())))
     assert info.bits.tolist() == [32 * 9_000_000_000]
     assert info.bits_last.tolist() == [32 * 3_000_000_000]
@@ -631,7 +630,7 @@ def on_mesh(tx, workers, params_spec):
 
 
 def test_params_that_are_one_for_all_workers_raise():
-    with pytest.raises(ValueError, match=r"\['w'\] is one for all workers along \['data'\].*make_train_step"):
+    with pytest.raises(ValueError, match=r"\['w'\] is the same for all workers along \['data'\].*make_train_step"):
         on_mesh(gossip.d_psgd(axis_name="data"), 4, P())
 
 

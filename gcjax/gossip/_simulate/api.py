@@ -16,7 +16,7 @@ import optax
 
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_flag, check_integer
-from gcjax.gossip._graphs import Graph, adjacency, symmetric
+from gcjax.gossip._graphs import Graph, adjacency, is_undirected
 from gcjax.gossip._simulate.clocks import World, check_world, message_bits
 from gcjax.gossip._simulate.events import pairs
 from gcjax.gossip._simulate.nodes import Run, Trainer, make_trainer
@@ -138,7 +138,7 @@ def simulate(
     data = jax.tree.map(jnp.asarray, data)
     trainer = make_trainer(loss_fn, params, tx, data, nodes, batch_size, key)
     linked: Any = GRAPHS.get(algorithm) if graph is None else graph
-    if algorithm not in ("sgp", *REDUCE) and not symmetric(adjacency(linked, nodes)):
+    if algorithm not in ("sgp", *REDUCE) and not is_undirected(adjacency(linked, nodes)):
         raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
     if algorithm in ("swarm", "ad_psgd"):
         run = pairs(trainer, world, nodes, steps, linked, local_steps, geometric, blocking, bits)
