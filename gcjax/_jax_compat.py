@@ -26,10 +26,10 @@ def needed(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
-        newest = KNOWN_VERSIONS[-1]
+        lacking, known = name.replace(":", "."), KNOWN_VERSIONS[-1]
         raise ImportError(
-            f"gcjax needs {name.replace(':', '.')}, which the installed JAX {jax.__version__} does not have. gcjax is "
-            f"known to work with JAX {', '.join(KNOWN_VERSIONS)}: pip install jax=={newest} jaxlib=={newest}, or a newer gcjax"
+            f"gcjax needs {lacking}, which the installed JAX {jax.__version__} does not have. Known to work: "
+            f"{', '.join(KNOWN_VERSIONS)}. Run pip install jax=={known} jaxlib=={known}, or update gcjax"
         ) from error
 
 

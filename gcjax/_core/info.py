@@ -1,5 +1,6 @@
 """What was sent, read from the optimiser's state."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -8,27 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gcjax._core.transform import CompressState
+from gcjax._core.per_worker import PerWorker
+from gcjax._core.transform import CompressState, UpdateReport
 from gcjax._kernels.bits import TINY
+from gcjax._types import Array, PyTree
 
 
 class Info(NamedTuple):
     """What the last update sent. Arrays have one entry per worker whose state was given.
 
-    selected, sent, underflow, overflow: entries that passed the method's test, were put on the wire, were too small for
-      the value code, did not fit the capacity; int64[workers], selected = sent + underflow + overflow.
-    capacity: slots in each worker's payload (of all its buckets).
-    wire_bytes: bytes a worker sends, and receives, with ring algorithms, padding and headers included; 0 for one. With
-      `inner_axis_name` its part of what moves along `axis_name`.
-    payload_bits: bits of each worker's message without padding, float64[workers]; where the method's source codes it in
-      varying length, as long as that code would be. 32 * parameters / payload_bits is the ratio that papers on
-      quantisation give.
-    compression_ratio: parameters / mean of `sent` over workers, the ratio of the paper (arXiv 1802.06058); it knows
-      neither indices nor padding. inf when nothing was sent.
-    wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for one worker. Inner
-      workers share the all-reduce, too.
-    residual_norm: 2-norm of what each worker has taken in and not yet sent, float64[workers].
-    skipped: updates so far that were skipped because some worker's input was not finite.
+    Attributes:
+      selected: int64[workers], entries that passed the method's test: sent + underflow + overflow.
+      sent: int64[workers], entries put on the wire.
+      underflow: int64[workers], entries too small for the value code.
+      overflow: int64[workers], entries beyond the capacity.
+      capacity: slots in each worker's payload, summed over its buckets.
+      wire_bytes: bytes that a worker sends, and receives, with ring algorithms, padding and headers included; 0 for a
+        single worker. With `inner_axis_name`, its part of what moves along `axis_name`.
+      payload_bits: float64[workers], bits of each worker's message without padding. Where the method's source has a
+        code of varying length, the length of that code. 32 * parameters / payload_bits is the ratio that papers on
+        quantisation give.
+      compression_ratio: parameters / mean of `sent` over the workers, the ratio of the paper (arXiv 1802.06058). It
+        counts neither indices nor padding. inf when nothing was sent.
+      wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for a single worker.
+        Inner workers share the all-reduce, too.
+      residual_norm: float64[workers], 2-norm of what each worker has taken in and not yet sent.
+      skipped: updates so far that were skipped because some worker's input was not finite.
     """
 
     selected: np.ndarray
@@ -44,18 +50,22 @@ class Info(NamedTuple):
     skipped: int
 
 
-def info(opt_state) -> Info:
+def info(opt_state: PyTree) -> Info:
     """Read from an optimiser's state what its compressing transform sent in the last update.
 
+    It fetches arrays, so call it between steps, not inside `jax.jit`.
+
     Args:
-      opt_state: any optax state holding a gcjax state: of `optax.chain`, a single transform, `TrainState.opt_state`; of
-        one worker or of all; on a mesh of several processes each sees the workers on its own devices. States of several
-        compressors (`optax.partition`) are added up. Its arrays are fetched, so call this between steps, not inside
-        `jax.jit`.
+      opt_state: any optax state that holds a gcjax state: of `optax.chain`, of a single transform,
+        `TrainState.opt_state`; of one worker or of all. On a mesh of several processes, each process sees the workers
+        on its own devices. States of several compressors (`optax.partition`) are added up.
+
+    Returns:
+      The `Info` of the last update.
 
     Raises:
-      ValueError: when there is no gcjax state in it.
-      TypeError: inside `jax.jit`.
+      ValueError: there is no gcjax state in it.
+      TypeError: called inside `jax.jit`.
     """
     states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
     if not states:
@@ -64,7 +74,7 @@ def info(opt_state) -> Info:
         raise TypeError(
             "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
         )
-    reports = [jax.tree.map(lambda x: np.concatenate([np.ravel(p) for p in _parts(x)]), s.report.value) for s in states]
+    reports = [_report(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
     workers = int(reports[0].workers[0])
@@ -86,33 +96,41 @@ def info(opt_state) -> Info:
     )
 
 
-def _is_compress_state(node) -> bool:
+def _is_compress_state(node: object) -> bool:
     return isinstance(node, CompressState)
 
 
-def _parts(x) -> list:
-    """`x`, or of an array that is spread over several processes what this one holds, in the order of the workers."""
+def local_parts(x: Array) -> list[Array]:
+    """`x` itself, or the parts that this process holds of an array over several processes, in the workers' order."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return [x]
     held = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return [held[start] for start in sorted(held)]
 
 
+def _local_nodes(node: PerWorker) -> list[PerWorker]:
+    """The node itself, or the parts that this process holds of a node over several processes."""
+    leaves, treedef = jax.tree.flatten(node.value)
+    parts = [jax.tree.unflatten(treedef, part) for part in zip(*map(local_parts, leaves), strict=True)]
+    return [dataclasses.replace(node, value=part) for part in parts] or [node]
+
+
+def _report(state: CompressState) -> UpdateReport:
+    """The report with numpy leaves of shape (workers,)."""
+    parts = [jax.tree.map(np.asarray, node).stacked() for node in _local_nodes(state.report)]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
 def _residual_norms(state: CompressState) -> np.ndarray:
-    """2-norm of each worker's residual; the workers' leaves stand one after the other."""
-    workers = sum(part.size for part in _parts(state.report.value.skipped))
-
-    def norms(bucket):
-        leaves, treedef = jax.tree.flatten(jax.tree.map(_with_automatic_axes, bucket))
-        parts = [treedef.unflatten(part) for part in zip(*map(_parts, leaves), strict=True)] or [bucket]
-        return np.concatenate([_bucket_norms(part, workers // len(parts)) for part in parts])
-
-    buckets = [norms(bucket) for bucket in state.buckets.value]
-    return np.linalg.norm(np.asarray(buckets, np.float64).reshape(-1, workers), axis=0)
+    """float64[workers], 2-norm of each worker's residual."""
+    workers = sum(node.workers for node in _local_nodes(state.report))
+    nodes = _local_nodes(jax.tree.map(_with_automatic_axes, state.buckets))
+    norms = [np.asarray(_bucket_norms(node, workers // len(nodes)), np.float64) for node in nodes]
+    return np.linalg.norm(np.concatenate(norms, axis=1), axis=0)
 
 
-def _with_automatic_axes(x):
-    """The same array where its mesh has explicit axes: outside of that mesh not every function takes such arrays."""
+def _with_automatic_axes(x: Array) -> Array:
+    """The same array off a mesh with explicit axes: outside of that mesh, not every function takes such arrays."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
@@ -120,10 +138,13 @@ def _with_automatic_axes(x):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _bucket_norms(bucket, workers: int):
+def _bucket_norms(buckets: PerWorker, workers: int) -> Array:
+    """float32[buckets, workers], 2-norm of every bucket's residual. A state without leaves does not know `workers`."""
+
     def norm(state):
         residual = state.residual
         largest = jnp.maximum(jnp.max(jnp.abs(residual)), TINY)  # squares of 1e38 and of 1e-38 leave float32's range
         return largest * jnp.linalg.norm(residual / largest)
 
-    return jax.vmap(norm, axis_size=workers)(jax.tree.map(lambda x: x.reshape(workers, -1), bucket))
+    norms = [jax.vmap(norm, axis_size=workers)(state) for state in buckets.stacked()]
+    return jnp.asarray(norms, jnp.float32).reshape(-1, workers)

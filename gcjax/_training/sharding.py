@@ -1,8 +1,10 @@
-"""Local gradients, and per-worker state on a mesh: what a hand-written training loop needs."""
+"""Local gradients and per-worker state on a mesh, for training steps and hand-written loops."""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
-from gcjax._types import AxisNames, PyTree
+from gcjax._types import Array, AxisNames, PyTree
+
+Result = TypeVar("Result")
 
 
-def local_gradients(grad_fn, axis_name: AxisNames):
-    """Make `grad_fn(params, ...)` give each worker's own gradient inside `shard_map`.
+def local_gradients(grad_fn: Callable[..., Result], axis_name: AxisNames) -> Callable[..., Result]:
+    """Make `grad_fn(params, ...)` return each worker's own gradient inside `shard_map`.
 
-    There `jax.grad` with respect to replicated parameters sums over the workers: the parameters count as one value that
-    all workers use. This types them as varying over the axis first, after which nothing is summed. It does nothing in
-    `pmap` and with `check_vma=False`, where JAX does not sum. `gcjax.value_and_moments` needs no such help.
+    Inside `shard_map`, `jax.grad` with respect to replicated parameters sums over the workers: the parameters count as
+    one value that all workers use. This types them as varying over the axis first, so that nothing is summed. It does
+    nothing in `pmap` and with `check_vma=False`, where JAX does not sum. `gcjax.value_and_moments` does not need it.
 
     Args:
       grad_fn: a function whose first argument is the parameters, for example `jax.value_and_grad(loss)`.
@@ -32,7 +36,7 @@ def local_gradients(grad_fn, axis_name: AxisNames):
     axes = axis_tuple(axis_name)
 
     @functools.wraps(grad_fn)
-    def local(params, *args, **kwargs):
+    def local(params: PyTree, *args: Any, **kwargs: Any) -> Result:
         return grad_fn(as_local(params, axes), *args, **kwargs)
 
     return local
@@ -44,35 +48,41 @@ def as_local(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its state declared per worker: for a transform with state that stands before the compressor.
+    """`tx` with its state declared per worker, for a transform with state that stands before the compressor.
 
-    What such a transform sees, and so its state, differs between workers, for example the momentum in
+    Such a transform sees each worker's own gradient, so its state differs between workers, for example the momentum in
     `optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), gcjax.variance_compress(axis_name="data"), ...)`.
+
+    Args:
+      tx: the transform.
+      axis_name: mesh axis or axes of the workers.
+
+    Returns:
+      A transform with the same updates, whose state is a `PerWorker`.
     """
     axes = axis_tuple(axis_name)
     tx = optax.with_extra_args_support(tx)
 
-    def init(params):
+    def init(params: PyTree) -> PerWorker:
         return PerWorker.pack(tx.init(params), axes + tuple(sorted(varying_axes(params) - set(axes))))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(
+        updates: PyTree, state: PerWorker, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PerWorker]:
         updates, new = tx.update(updates, state.unpack(), params, **extra_args)
         return updates, PerWorker.pack(new, state.axes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_per_worker(node) -> bool:
-    return isinstance(node, PerWorker)
-
-
 def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) -> PyTree:
-    """`PartitionSpec`s for `shard_map`: per-worker state sharded over its axes, all else replicated.
+    """`PartitionSpec`s for `shard_map`: per-worker state sharded over its axes, the rest replicated.
 
     Args:
       state: an optimiser's state, a `TrainState` or any pytree.
-      params, param_specs: parameters that are sharded, and how, as in `gcjax.init_sharded`. Leaves of the state that
-        have the shape of a parameter and its path at the end of their own, as Adam's moments do, are sharded like it.
+      params: the parameters, if they are sharded. A leaf of the state is sharded like a parameter if it has its shape
+        and a path that ends with its path, as Adam's moments do.
+      param_specs: how they are sharded, as in `gcjax.init_sharded`.
 
     Returns:
       A prefix pytree of `state`.
@@ -90,53 +100,56 @@ def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) ->
     return jax.tree_util.tree_map_with_path(spec, state, is_leaf=_is_per_worker)
 
 
-def init_sharded(tx: optax.GradientTransformation, params: PyTree, mesh: jax.sharding.Mesh, param_specs) -> PyTree:
-    """The optimiser's state of parameters that are sharded over the mesh, each shard's made where it lives.
+def init_sharded(
+    tx: optax.GradientTransformation, params: PyTree, mesh: jax.sharding.Mesh, param_specs: PyTree
+) -> PyTree:
+    """The optimiser's state for parameters that are sharded over the mesh. Each shard's state is made where it lives.
 
         opt_state = gcjax.init_sharded(tx, params, mesh, param_specs)
         specs = gcjax.state_specs(opt_state, params, param_specs)  # for in_specs and out_specs of jax.shard_map
 
-    Every shard is compressed by itself, over the axes that the compressor names; so is, on each of its copies, a leaf
-    that is not sharded, and its update is the mean of theirs (a dense all-reduce, over the other axes). Without JAX's
-    tracking of varying axes (check_vma=False) such a leaf is not told from others: keep it out by `optax.partition`.
+    Every shard is compressed by itself, over the axes that the compressor names. So is each copy of a leaf that is not
+    sharded; the leaf's update is then the mean over the copies (a dense all-reduce over the other axes). Without JAX's
+    tracking of varying axes (check_vma=False) such leaves are not recognised: keep them out by `optax.partition`.
 
     Args:
-      tx: any optax chain; its compressor names axes over which no parameter is sharded.
-      params: global arrays, on the mesh or not yet.
+      tx: any optax chain. Its compressor names axes over which no parameter is sharded.
+      params: global arrays, already on the mesh or not.
       mesh: the devices.
       param_specs: `PartitionSpec`s of the parameters, a pytree like `params` or a prefix of it.
-    """
-    specs = []
 
-    def look(params):
-        specs.append(state_specs(tx.init(params), params, param_specs))
+    Returns:
+      `tx`'s state as global arrays.
+    """
+    leaf_specs = jax.tree.broadcast(param_specs, params, is_leaf=_is_spec)
+    found = []
+
+    def record_specs(params):  # a traced init tells the structure of the state, and with it the specs
+        found.append(state_specs(tx.init(params), params, param_specs))
         return jnp.int32(0)
 
     def on_shards(function, out_specs):
-        wanted = jax.tree.broadcast(param_specs, params, is_leaf=_is_spec)
         run = jax.shard_map(function, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs)
-        return jax.jit(lambda tree: run(jax.tree.map(lambda x, s: constrain(x, NamedSharding(mesh, s)), tree, wanted)))
+        return jax.jit(
+            lambda tree: run(jax.tree.map(lambda x, s: constrain(x, NamedSharding(mesh, s)), tree, leaf_specs))
+        )
 
-    jax.eval_shape(on_shards(look, PartitionSpec()), params)
-    return on_shards(tx.init, specs[0])(params)
-
-
-def _is_spec(node) -> bool:
-    return isinstance(node, PartitionSpec)
+    jax.eval_shape(on_shards(record_specs, PartitionSpec()), params)
+    return on_shards(tx.init, found[0])(params)
 
 
 def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-    """Put freshly initialised state on a mesh: per-worker leaves once for each worker, all else replicated.
+    """Put freshly initialised state on a mesh: per-worker leaves once for each worker, the rest replicated.
 
     Args:
-      state: a pytree with `PerWorker` nodes that hold one worker each, as `tx.init(params)` makes them off the mesh.
-      mesh: it must have the axes that the nodes name.
+      state: a pytree whose `PerWorker` nodes hold one worker each, as `tx.init(params)` makes them off the mesh.
+      mesh: a mesh with the axes that the nodes name.
 
     Returns:
       The same pytree as global arrays, per-worker leaves `workers` times as long. New buffers: `state` stays valid.
 
     Raises:
-      ValueError: when the mesh lacks an axis.
+      ValueError: the mesh lacks an axis that a node names.
     """
 
     def spread(node):
@@ -144,16 +157,27 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
             return jnp.copy(node)
         workers = math.prod(mesh.shape[axis] for axis in node.axes)
 
-        def repeated(x):  # not a concatenation: every device would make all parts and then exchange them
+        def repeated(x: Array) -> Array:  # a concatenation would exchange parts between the devices
             return jnp.broadcast_to(x, (workers, *x.shape)).reshape(workers * x.shape[0], *x.shape[1:])
 
         return dataclasses.replace(node, value=jax.tree.map(repeated, node.value))
 
     def sharding(node):
         if _is_per_worker(node) and not set(node.axes) <= set(mesh.shape):
-            raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, the state is per worker along {node.axes}")
+            raise ValueError(
+                f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "
+                "with these axes, or give the compressor the mesh's axis_name"
+            )
         shardings = NamedSharding(mesh, state_specs(node))
         return dataclasses.replace(node, value=shardings) if _is_per_worker(node) else shardings
 
     shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+
+
+def _is_per_worker(node: object) -> bool:
+    return isinstance(node, PerWorker)
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)
