@@ -1,4 +1,4 @@
-"""Algorithms that no SPMD program can express, simulated in one process: nodes with clocks of their own, and baselines.
+"""`simulate`: algorithms that no SPMD program can express, because nodes have their own clocks, and their baselines.
 
 **Source.** SwarmSGD: Giorgi Nadiradze, Amirmojtaba Sabour, Peter Davies, Shigang Li, Dan Alistarh, "Asynchronous
 Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv 1910.12308. D-PSGD: Lian et al. 2017, arXiv
@@ -7,7 +7,7 @@ Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv 1910.12
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,34 @@ from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_flag, check_integer
 from gcjax.gossip._graphs import Graph, adjacency, is_undirected
 from gcjax.gossip._simulate.clocks import World, check_world, message_bits
-from gcjax.gossip._simulate.events import pairs
-from gcjax.gossip._simulate.nodes import Run, Trainer, make_trainer
-from gcjax.gossip._simulate.rounds import in_rounds
+from gcjax.gossip._simulate.events import pair_simulation
+from gcjax.gossip._simulate.nodes import Simulation, Trainer, make_trainer
+from gcjax.gossip._simulate.rounds import round_simulation
 
-GRAPHS = {"swarm": "complete", "ad_psgd": "complete", "d_psgd": "ring", "sgp": "exponential"}
 REDUCE = ("local_sgd", "allreduce")
+DEFAULT_GRAPHS = {
+    "swarm": "complete",
+    "ad_psgd": "complete",
+    "d_psgd": "ring",
+    "sgp": "exponential",
+    **dict.fromkeys(REDUCE, "complete"),
+}
 
 
 class Curves(NamedTuple):
-    """What a simulation found, at k + 1 moments from the start on; NumPy arrays of that length unless said.
+    """The result of a simulation at k + 1 moments, the first at the start. NumPy arrays of that length, if not noted.
 
-    events: int64, meetings of two nodes so far, or rounds of all.
-    gradients: float64, gradient steps so far, mean over the nodes.
-    seconds: float64, simulated time.
-    bits: float64, sent so far, mean over the nodes; with padding and headers.
-    resent: int64, messages so far that could not be decoded and were sent again in full; both are in `bits`.
-    spread: float64, sqrt(mean_i |x_i - mean|**2) of the nodes' models (non-blocking: of what their partners see).
-    metrics: what `evaluate` returned of the mean model, leaves stacked along a leading axis.
-    params: the mean model at the end.
-    steps: int64[nodes], gradient steps of each node at the end.
+    Attributes:
+      events: int64, meetings of two nodes so far, or rounds of all nodes.
+      gradients: float64, gradient steps so far, mean over the nodes.
+      seconds: float64, simulated time.
+      bits: float64, bits sent so far, with padding and headers, mean over the nodes.
+      resent: int64, messages so far that could not be decoded and were sent again in full. `bits` includes both.
+      consensus_distance: float64, sqrt(mean_i |x_i - mean|**2) of the nodes' models; if non-blocking, of their
+        communication copies.
+      metrics: what `evaluate` returned for the mean model, leaves stacked along a leading axis.
+      params: the mean model at the end.
+      steps: int64[nodes], gradient steps of each node at the end.
     """
 
     events: np.ndarray
@@ -45,7 +53,7 @@ class Curves(NamedTuple):
     seconds: np.ndarray
     bits: np.ndarray
     resent: np.ndarray
-    spread: np.ndarray
+    consensus_distance: np.ndarray
     metrics: PyTree
     params: PyTree
     steps: np.ndarray
@@ -72,53 +80,53 @@ def simulate(
     moments: int = 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> Curves:
-    r"""Trains `nodes` models, one for each node, and says what that took.
+    r"""Trains `nodes` models, one per node, and records accuracy, traffic and simulated time.
 
     `algorithm` is one of:
 
     - "swarm", SwarmSGD. When node i has finished its local steps (a Poisson clock), it meets a random neighbour j.
-      Non-blocking, with live models X, communication copies Y and G_i its local updates since it last rang,
+      Non-blocking, with live models X, communication copies Y and G_i the local updates of i since its last meeting,
       :math:`Y_i, X_i = (Y_i + Y_j) / 2 + G_i,\ Y_j = (Y_i + Y_j) / 2`: nobody waits, and j meets the average when its
-      own clock rings. Blocking, it waits for j to finish its local steps, and both go on from the mean of the two.
-    - "ad_psgd", AD-PSGD: the same, non-blocking, with an exchange after every step and in full precision.
-    - "d_psgd": every round all average with all their neighbours, by Metropolis weights.
-    - "sgp": every round each pushes half of its model and weight to the neighbour whose turn it is.
+      own clock rings. Blocking, i waits for j to finish its local steps, and both go on from the mean of the two.
+    - "ad_psgd", AD-PSGD: non-blocking too, with an exchange after every step and in full precision.
+    - "d_psgd": in every round each node averages with all its neighbours, by Metropolis weights.
+    - "sgp": in every round each node pushes half of its model and weight to its neighbours in turn.
     - "local_sgd": local steps, then the mean of all models.
     - "allreduce": large-batch SGD, the mean gradient of all nodes and one optimiser.
 
-    The last four go in rounds that wait for the slowest node. To their favour, their steps take the mean time, without
-    the chance that the clocks have. In no algorithm does the exchange overlap with the steps. All-reduces
-    take what `gcjax.Link` says; D-PSGD sends to its neighbours one after the other; pairs exchange both ways at once.
+    The last four run in rounds that wait for the slowest node. In their favour, their steps take the mean time, without
+    the randomness of the clocks. No algorithm overlaps the exchange with the steps. All-reduces take the time that
+    `gcjax.Link` gives; D-PSGD sends to its neighbours one after the other; pairs exchange in both directions at once.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`.
       params: where all nodes start, floating point.
       data: a pytree whose leaves begin with (nodes, samples): each node's own samples.
-      tx: an optax optimiser; each node has a state of its own, which is never exchanged.
-      nodes: 1 or more. One alone takes steps and sends nothing.
-      steps: gradient steps, mean over the nodes; those with clocks share them out as they ring.
-      evaluate: params -> a pytree of numbers, of the mean model.
-      key: random key, of batches, clocks, partners, rounding. A node's k-th batch is the same in all algorithms.
+      tx: an optax optimiser. Each node has its own state, which is never exchanged.
+      nodes: 1 or more. A single node takes steps and sends nothing.
+      steps: gradient steps, mean over the nodes. Nodes with clocks make more of them the faster they are.
+      evaluate: params -> a pytree of numbers; called with the mean model.
+      key: random key of batches, clocks, partners and rounding. A node's k-th batch is the same in all algorithms.
       algorithm: see above.
       local_steps: gradient steps between two exchanges of a node; 1 for "ad_psgd" and "allreduce".
       geometric: "swarm": their number is geometric with that mean instead.
       blocking: "swarm": the blocking variant.
-      bits: "swarm": models travel by the lattice quantiser with so many bits an entry, 4 to 16; None in full. The
-        margin is twice the largest difference that the sender has lately seen. What cannot be decoded is sent again
-        in full; the time for that is not counted.
+      bits: "swarm": models travel through the lattice quantiser with that many bits per entry, 4 to 16; None in full
+        precision. The margin is twice the largest recent difference that the sender saw. A message that cannot be
+        decoded is sent again in full, which takes no simulated time.
       graph: a name or a graph, as for the transforms; by default the complete graph, D-PSGD's ring and SGP's
         exponential graph. None for "local_sgd" and "allreduce".
-      batch_size: samples of a batch, drawn with replacement; None for all of the node's.
-      world: `World`: link, speeds, delay, dropped messages. A round of "d_psgd" loses single exchanges; "sgp" pushes
-        that fail stay with the sender; all-reduces send again what is lost, at 1 / (1 - drop) of the bits and time.
-      moments: how often to evaluate, besides the start.
-      progress: called as `progress(done, units)` after each of them, with events or rounds.
+      batch_size: samples of a batch, drawn with replacement; None for all samples of the node.
+      world: `World`: link, speeds, delay, dropped messages. A round of "d_psgd" loses single exchanges; in "sgp" the
+        sender keeps a push that fails; all-reduces send lost messages again, at 1 / (1 - drop) of the bits and time.
+      moments: how often to evaluate after the start.
+      progress: called as `progress(done, units)` after each evaluation, in events or rounds.
 
     Returns:
       `Curves`.
 
     Raises:
-      ValueError, TypeError: for an argument out of range, data that does not fit, a graph that is not connected.
+      ValueError, TypeError: an argument out of range; data that does not fit; a graph that is not connected.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
     >>> data = jnp.arange(8.0).reshape(4, 2)  # 4 nodes with 2 samples each
@@ -137,18 +145,20 @@ def simulate(
     _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph)
     data = jax.tree.map(jnp.asarray, data)
     trainer = make_trainer(loss_fn, params, tx, data, nodes, batch_size, key)
-    linked: Any = GRAPHS.get(algorithm) if graph is None else graph
-    if algorithm not in ("sgp", *REDUCE) and not is_undirected(adjacency(linked, nodes)):
+    used: Graph = DEFAULT_GRAPHS[algorithm] if graph is None else graph
+    if algorithm not in ("sgp", *REDUCE) and not is_undirected(adjacency(used, nodes)):
         raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
     if algorithm in ("swarm", "ad_psgd"):
-        run = pairs(trainer, world, nodes, steps, linked, local_steps, geometric, blocking, bits)
+        simulation = pair_simulation(trainer, world, nodes, steps, used, local_steps, geometric, blocking, bits)
     else:
-        run = in_rounds(trainer, world, nodes, steps, algorithm, linked, local_steps)
-    return _follow(run, trainer, data, evaluate, moments, progress)
+        simulation = round_simulation(trainer, world, nodes, steps, algorithm, used, local_steps)
+    return _run(simulation, trainer, data, evaluate, moments, progress)
 
 
-def _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph) -> None:
-    check_choice("algorithm", algorithm, (*GRAPHS, *REDUCE))
+def _check_algorithm(
+    algorithm: str, local_steps: int, geometric: bool, blocking: bool, bits: int | None, graph: Graph | None
+) -> None:
+    check_choice("algorithm", algorithm, tuple(DEFAULT_GRAPHS))
     check_integer("local_steps", local_steps, 1)
     check_flag("geometric", geometric)
     check_flag("blocking", blocking)
@@ -158,42 +168,50 @@ def _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph) -
         raise ValueError(f"geometric, blocking and bits are options of algorithm='swarm', got {algorithm!r}")
     if algorithm in ("ad_psgd", "allreduce") and local_steps != 1:
         other = "swarm" if algorithm == "ad_psgd" else "local_sgd"
-        raise ValueError(f"{algorithm!r} exchanges after every step; for local_steps={local_steps} take {other!r}")
+        raise ValueError(f"{algorithm!r} exchanges after every step; for local_steps={local_steps} use {other!r}")
     if algorithm in REDUCE and graph is not None:
         raise ValueError(f"{algorithm!r} is an all-reduce between all nodes: leave graph out, got {graph!r}")
 
 
-def _follow(run: Run, trainer: Trainer, data, evaluate, moments: int, progress) -> Curves:
-    """Runs it, and stops to look after equal shares of the gradient steps."""
-    units = len(run.gradients) - 1
-    shares = run.gradients[-1] * np.arange(moments + 1) / moments
-    marks = np.unique(np.searchsorted(run.gradients, shares * (1 - 1e-12)).clip(0, units))
-    advance = jax.jit(run.advance, donate_argnums=0)
+def _run(
+    simulation: Simulation,
+    trainer: Trainer,
+    data: PyTree,
+    evaluate: Callable[[PyTree], PyTree],
+    moments: int,
+    progress: Callable[[int, int], None] | None,
+) -> Curves:
+    """Run a simulation, and evaluate it after equal shares of the gradient steps."""
+    gradients = simulation.gradients
+    units = len(gradients) - 1
+    shares = gradients[-1] * np.arange(moments + 1) / moments
+    marks = np.unique(np.searchsorted(gradients, shares * (1 - 1e-12)).clip(0, units))
+    advance = jax.jit(simulation.advance, donate_argnums=0)
 
     @jax.jit
     def measure(state):
-        mean, spread, resent = run.look(state)
-        return evaluate(trainer.unravel(mean)), spread, resent, mean
+        mean, distance, resent = simulation.summarise(state)
+        return evaluate(trainer.unravel(mean)), distance, resent, mean
 
-    state, found, last = run.state, [], 0
+    state, found, last = simulation.state, [], 0
     for mark in map(int, marks):
         if mark > last:
-            state = advance(state, data, run.plan, last, mark)
+            state = advance(state, data, simulation.plan, last, mark)
         *seen, mean = measure(state)
         found.append(jax.device_get(seen))
         last = mark
         if progress is not None:
             progress(mark, units)
-    metrics, spread, resent = jax.tree.map(lambda *values: np.stack(values), *found)
+    metrics, distance, resent = jax.tree.map(lambda *values: np.stack(values), *found)
     full = message_bits(len(trainer.start), None) / len(jax.tree.leaves(data)[0])
     return Curves(
         events=marks,
-        gradients=run.gradients[marks],
-        seconds=run.seconds[marks],
-        bits=run.bits[marks] + resent * full,
+        gradients=gradients[marks],
+        seconds=simulation.seconds[marks],
+        bits=simulation.bits[marks] + resent * full,
         resent=resent.astype(np.int64),
-        spread=spread.astype(np.float64),
+        consensus_distance=distance.astype(np.float64),
         metrics=metrics,
         params=trainer.unravel(mean),
-        steps=np.asarray(run.steps(state), np.int64),
+        steps=np.asarray(simulation.node_steps(state), np.int64),
     )

@@ -9,15 +9,17 @@ from gcjax._comm.simulated import Transfer
 from gcjax._kernels.bits import words_for
 from gcjax._planner.network import Link
 from gcjax._validation import check_number
+from gcjax.gossip._graphs import Graph, neighbours
 
 
 class World(NamedTuple):
-    """What a simulation runs in.
+    """The nodes' surroundings in a simulation.
 
-    link: every node's link to all others; nobody shares it.
-    step_seconds: mean seconds of one gradient step: a number, or one for every node. A straggler has a large one.
-    delay: seconds that a message needs beyond the link's.
-    drop: probability that an exchange of two nodes fails, both ways. Both then go on with what they have.
+    Attributes:
+      link: every node's own link to all others.
+      step_seconds: mean seconds of one gradient step: a number, or one for every node. A straggler has a large one.
+      delay: seconds that a message needs beyond the link's.
+      drop: probability that an exchange of two nodes fails, both ways. Both then keep what they have.
     """
 
     link: Link = Link(1e9, 50e-6)
@@ -29,10 +31,12 @@ class World(NamedTuple):
 class Events(NamedTuple):
     """Meetings of two nodes, e of them, in the order in which they end.
 
-    node, partner: int32[e], who began and whom it chose; equal where a node has nobody.
-    steps: int32[e, 2], gradient steps that the two finish with it; the partner's only in the blocking variant.
-    meets: bool[e], whether they exchange models.
-    seconds: float64[e].
+    Attributes:
+      node: int32[e], the node that began.
+      partner: int32[e], the node that it chose; the node itself if it has no neighbour.
+      steps: int32[e, 2], gradient steps that node and partner finish with it; the partner's are 0 if non-blocking.
+      meets: bool[e], whether they exchange models.
+      seconds: float64[e], when the meeting ends.
     """
 
     node: np.ndarray
@@ -52,26 +56,27 @@ def check_world(world: World, nodes: int) -> np.ndarray:
     check_number("drop", world.drop, 0, 1, low_included=True, high_included=False)
     seconds = np.asarray(world.step_seconds, np.float64)
     if seconds.shape not in ((), (nodes,)):
-        raise ValueError(f"step_seconds must be a number or {nodes} of them, one for every node, got {seconds.shape}")
+        raise ValueError(f"step_seconds must be a number or {nodes} of them, one per node, got shape {seconds.shape}")
     for value in seconds.ravel():
         check_number("step_seconds", value, 0)
     return np.broadcast_to(seconds, (nodes,))
 
 
 def message_bits(size: int, bits: int | None) -> int:
-    """Bits of a model on the wire: in full; or the lattice's words, padding and checksum included, and a scale."""
+    """Bits of a model on the wire: in full, or the lattice's words with padding and checksum, and a scale."""
     return 32 * size if bits is None else 32 * (2 + bits * words_for(size))
 
 
 def exchange_seconds(world: World, bits: int, nodes: int) -> float:
-    """Seconds until so many nodes have the mean of what each has, the delay of every message included."""
+    """Seconds until `nodes` nodes have the mean of their messages, the delay of every message included."""
     link = world.link._replace(latency=world.link.latency + world.delay)
     return link.seconds(Transfer("all_reduce", bits // 8), nodes)
 
 
 def meetings(
     world: World,
-    neighbours: tuple[np.ndarray, np.ndarray],
+    graph: Graph,
+    nodes: int,
     gradients: int,
     *,
     local_steps: int,
@@ -80,20 +85,20 @@ def meetings(
     bits: int,
     rng: np.random.Generator,
 ) -> Events:
-    """Meetings until all nodes together have made `gradients` gradient steps.
+    """Draw meetings until all nodes together have made `gradients` gradient steps.
 
-    The clock of node i is a Poisson process of mean interval local_steps * step_seconds[i]; when it rings, the node has
-    finished its local steps and chooses a neighbour. An exchange of `bits` each way then takes it the link's time, in
-    which its clock stands still. Blocking, it waits first until the partner's clock rings too, and both stand still.
+    The clock of node i is a Poisson process of mean interval local_steps * step_seconds[i]. When it rings, the node has
+    finished its local steps and chooses a neighbour. An exchange of `bits` each way then takes the time of the link,
+    during which the node's clock stands still. If blocking, the node first waits until the partner's clock rings too,
+    and both clocks stand still.
     """
-    lists, degree = neighbours
-    nodes = len(degree)
+    lists, degree = neighbours(graph, nodes)
     mean = check_world(world, nodes)
     exchange = exchange_seconds(world if blocking else world._replace(delay=0.0), bits, 2)
 
     def work(i):
         """Local steps of one interval, and its seconds."""
-        if geometric:  # the sum of so many exponential times is exponential
+        if geometric:  # the sum of k exponential times has a gamma distribution
             steps = rng.geometric(1 / local_steps)
             return steps, mean[i] * rng.gamma(steps)
         return local_steps, mean[i] * local_steps * rng.exponential()
@@ -105,7 +110,7 @@ def meetings(
     while gradients > 0:
         t, i = heapq.heappop(queue)
         if t != rings[i]:
-            continue  # it has met somebody since
+            continue  # the node has met another since
         j = int(lists[i, rng.integers(degree[i])]) if degree[i] else i
         together = blocking and i != j
         end = (max(t, rings[j]) if together else t) + (exchange if i != j else 0.0)
@@ -116,7 +121,7 @@ def meetings(
             steps[k], seconds = work(k)
             rings[k] = end + seconds
             heapq.heappush(queue, (rings[k], k))
-    # Everyone's own meetings stay in order: each ends later than the one before.
+    # Sorting keeps each node's own meetings in order: each ends later than the one before.
     table = np.array(sorted(found, key=lambda event: event[-1]))
     node, partner, first, second = table[:, :4].T.astype(np.int32)
     return Events(node, partner, np.stack([first, second], 1), table[:, 4] != 0, table[:, 5])

@@ -11,17 +11,21 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gcjax._kernels.buckets import path_name
-from gcjax._types import Array, PyTree
+from gcjax._types import Array, ArrayLike, PyTree
 from gcjax._validation import check_integer, check_random_key
 
 
 class Trainer(NamedTuple):
-    """The nodes' common program.
+    """The program that all nodes share.
 
-    loss_fn(params, batch) -> loss.  tx: each node has a state of its own.
-    start: float32[P], the flat model that all begin with.  unravel(float32[P]) -> params.
-    batch_size: samples of a batch, drawn with replacement; None for all that the node has, in order.
-    key: of the batches. That of a node's k-th step depends on the node and k alone, whatever the algorithm.
+    Attributes:
+      loss_fn: loss_fn(params, batch) -> loss.
+      tx: an optax optimiser; each node has its own state.
+      start: float32[P], the flat model at which all nodes start.
+      unravel: unravel(float32[P]) -> params.
+      batch_size: samples of a batch, drawn with replacement; None for all samples of the node, in order.
+      key: random key of the batches. The batch of a node's k-th step depends on the node and k alone, whatever the
+        algorithm.
     """
 
     loss_fn: Callable[[PyTree, PyTree], Array]
@@ -31,8 +35,8 @@ class Trainer(NamedTuple):
     batch_size: int | None
     key: Array
 
-    def batch(self, data: PyTree, node, step) -> PyTree:
-        """The batch of one step of a node; both int32."""
+    def batch(self, data: PyTree, node: ArrayLike, step: ArrayLike) -> PyTree:
+        """The batch of one step of a node; both are int32."""
         if self.batch_size is None:
             return jax.tree.map(lambda x: x[node], data)
         key = jax.random.fold_in(jax.random.fold_in(self.key, node), step)
@@ -40,8 +44,13 @@ class Trainer(NamedTuple):
         chosen = jax.random.randint(key, (self.batch_size,), 0, samples)
         return jax.tree.map(lambda x: x[node, chosen], data)
 
-    def local_steps(self, data: PyTree, x, opt_state, node, done, count) -> tuple[Array, PyTree]:
-        """`count` steps from the flat model x of a node that has made `done`: the model and the optimiser's state."""
+    def local_steps(
+        self, data: PyTree, x: Array, opt_state: PyTree, node: ArrayLike, done: ArrayLike, count: ArrayLike
+    ) -> tuple[Array, PyTree]:
+        """`count` steps from the flat model x of a node that has made `done` steps. Returns model and optimiser state.
+
+        The other arguments are as in `batch`.
+        """
 
         def step(k, carry):
             params, opt_state = carry
@@ -52,19 +61,42 @@ class Trainer(NamedTuple):
         params, opt_state = lax.fori_loop(0, count, step, (self.unravel(x), opt_state))
         return ravel_pytree(params)[0], opt_state
 
-    def on_all(self, data: PyTree, x, opt_state, done, count) -> tuple[Array, PyTree]:
-        """`local_steps` of all nodes: x of shape (n, P), or (P,) where all have the same model."""
+    def local_steps_of_all(
+        self, data: PyTree, x: Array, opt_state: PyTree, done: ArrayLike, count: ArrayLike
+    ) -> tuple[Array, PyTree]:
+        """`local_steps` of all nodes. x has shape (n, P), or (P,) if all nodes have the same model."""
         nodes = jnp.arange(jax.tree.leaves(data)[0].shape[0], dtype=jnp.int32)
         run = jax.vmap(self.local_steps, in_axes=(None, None if x.ndim == 1 else 0, 0, 0, None, None))
         return run(data, x, opt_state, nodes, done, count)
 
+    def opt_state(self) -> PyTree:
+        """The optimiser's first state, in new buffers."""
+        return jax.tree.map(jnp.copy, self.tx.init(self.unravel(self.start)))
+
     def opt_states(self, nodes: int) -> PyTree:
-        """The optimisers' states of all nodes, a leading axis added to each leaf."""
-        return stacked(self.tx.init(self.unravel(self.start)), nodes)
+        """The first state of every node's optimiser: a leading axis is added to each leaf."""
+        state = self.tx.init(self.unravel(self.start))
+        return jax.tree.map(lambda x: jnp.copy(jnp.broadcast_to(x, (nodes, *jnp.shape(x)))), state)
+
+    def event_key(self, number: ArrayLike) -> Array:
+        """Random key of an event or round, apart from those of the batches."""
+        return jax.random.fold_in(jax.random.fold_in(self.key, 1 << 30), number)
 
 
-def make_trainer(loss_fn, params: PyTree, tx, data: PyTree, nodes: int, batch_size: int | None, key) -> Trainer:
-    """Raises ValueError or TypeError for parameters, data or a batch size that do not fit."""
+def make_trainer(
+    loss_fn: Callable[[PyTree, PyTree], Array],
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    data: PyTree,
+    nodes: int,
+    batch_size: int | None,
+    key: Array,
+) -> Trainer:
+    """A `Trainer` of checked arguments; they are those of `simulate`.
+
+    Raises:
+      ValueError, TypeError: parameters, data, a batch size or a key that do not fit.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"params leaf {path_name(path)} must be floating point, got {jnp.result_type(leaf)}")
@@ -86,34 +118,35 @@ def make_trainer(loss_fn, params: PyTree, tx, data: PyTree, nodes: int, batch_si
     return Trainer(loss_fn, tx, start, lambda x: unravel(x.astype(dtype)), batch_size, key)
 
 
-def stacked(tree: PyTree, nodes: int) -> PyTree:
-    """The tree once for each node, along a new leading axis."""
-    return jax.tree.map(lambda x: jnp.copy(jnp.broadcast_to(x, (nodes, *jnp.shape(x)))), tree)
+class Simulation(NamedTuple):
+    """A simulation that is ready to run. A unit is an event or a round.
 
-
-class Run(NamedTuple):
-    """A simulation ready to go.
-
-    advance(state, data, plan, begin, end) -> state.  look(state) -> (mean model, spread, resent), the first flat.
-    gradients, seconds, bits: float64[units + 1], so far, before each unit (event or round) and after the last.
-    steps(state) -> int[nodes].
+    Attributes:
+      state: before the first unit.
+      plan: what `advance` needs to know of all units, a pytree of arrays.
+      advance: advance(state, data, plan, begin, end) -> the state after the units begin to end - 1. It can be jitted.
+      summarise: summarise(state) -> (flat mean model, consensus distance, messages sent again in full). Likewise.
+      gradients: float64[units + 1], gradient steps before each unit and after the last, mean over the nodes.
+      seconds: float64[units + 1], simulated time likewise.
+      bits: float64[units + 1], bits sent likewise, mean over the nodes, without messages sent again.
+      node_steps: node_steps(state) -> int[nodes], gradient steps of each node.
     """
 
     state: Any
-    plan: Any
-    advance: Callable
-    look: Callable
+    plan: PyTree
+    advance: Callable[..., Any]
+    summarise: Callable[[Any], tuple[Array, Array, Array]]
     gradients: np.ndarray
     seconds: np.ndarray
     bits: np.ndarray
-    steps: Callable
+    node_steps: Callable[[Any], ArrayLike]
 
 
-def so_far(amounts: np.ndarray) -> np.ndarray:
-    """Their sums before each and after the last."""
+def running_sums(amounts: np.ndarray) -> np.ndarray:
+    """The sum before each amount, and the sum of all."""
     return np.concatenate([[0.0], np.cumsum(amounts)])
 
 
 def distance_from_mean(models: Array, mean: Array) -> Array:
-    """sqrt(mean_i |x_i - mean|**2); models of shape (n, P)."""
+    """sqrt(mean_i |x_i - mean|**2) of models of shape (n, P)."""
     return jnp.sqrt(jnp.mean(jnp.sum((models - mean) ** 2, axis=1)))
