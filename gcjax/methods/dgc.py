@@ -5,23 +5,24 @@ Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887: 
 clipping, momentum factor masking, warm-up.
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
-float32 value per slot. Besides one float32 all-reduce of the entries of the small leaves.
+float32 value per slot. In addition, one float32 all-reduce of the entries of the small leaves.
 
-**Deviations.** (1) k counts over all compressed leaves (of a part of 2**28 entries above that), not for each leaf: what
-is small next to the rest of the model can wait. (2) The k-th largest is exact; the paper samples it and cuts what is
-too much. (3) Leaves are sent densely for their size alone; the authors do so with those of one axis, which would take a
-flat vector of parameters for a bias. Their momentum is taken before the all-reduce, which gives the same. (4) The
-paper's run-length code of the indices has no static size; plain indices are sent. (5) Above 2**28 entries the norm for
-clipping is that of each such part. (6) Zeros are not sent.
+**Deviations.** (1) k counts the entries of all compressed leaves of a bucket, not of each leaf: leaves with small
+gradients wait. (2) The k-th largest is exact; the paper estimates it from a sample and truncates the excess. (3) A leaf
+is sent densely if it is small; the authors do so if it has one axis, which a flat vector of parameters has too. Small
+leaves apply momentum before the all-reduce, which gives the same result. (4) The paper's run-length code of the indices
+has no static size, so plain indices are sent. (5) In a model above 2**28 entries, each bucket is clipped by its own
+norm. (6) Zeros are not sent.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_number
 from gcjax.extend import (
     Bucket,
@@ -40,8 +41,10 @@ from gcjax.extend import (
     whole_group,
 )
 
-WARMUP = tuple(4.0**-i for i in range(1, 15))  # densities of its stages, down to one entry of the largest bucket
-PROBED_STEPS = (0, *(1 << k for k in range(21)))  # where a schedule is read at construction
+WARMUP = tuple(4.0**-i for i in range(1, 15))  # densities of the stages, down to one entry of the largest bucket
+PROBED_STEPS = (0, *(1 << k for k in range(21)))  # where a schedule is evaluated at construction
+
+Schedule = Callable[[ArrayLike], float | Array]
 
 
 def _masking_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
@@ -50,23 +53,23 @@ def _masking_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayL
 
 
 def _velocity_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-    """v <- 0; u goes on."""
+    """v <- 0; u stays."""
     return 0, values[1]
 
 
 def dgc_compress(
-    density=0.001,
+    density: float | Schedule = 0.001,
     *,
-    momentum=0.9,
+    momentum: ArrayLike = 0.9,
     nesterov: bool = False,
     masking: bool = True,
-    clip_norm=None,
+    clip_norm: ArrayLike | None = None,
     warmup_steps: int = 0,
     dense_below: int = 4096,
-    capacity=None,
-    transport="all_gather",
-    axis_name=None,
-    inner_axis_name=None,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries of largest accumulated velocity, k = max(1, floor(density * entries)).
 
@@ -75,35 +78,37 @@ def dgc_compress(
         |v|, \qquad u, v \leftarrow 0 \text{ there}
 
     and the update is the mean over workers of what they sent. With `nesterov`, :math:`u \leftarrow m (u + g)` and
-    :math:`v \leftarrow v + u + g`. Momentum is taken here, by every worker of its own gradient, so that an entry that
-    has waited arrives with all the velocity it would have had.
+    :math:`v \leftarrow v + u + g`. Every worker applies momentum to its own gradient, so that an entry that has waited
+    arrives with all the velocity it would have had.
 
-    Setting u to zero where it was sent (momentum factor masking) keeps stale momentum from driving an entry on. It also
-    cuts momentum short, to none for an entry sent in every step: among workers whose gradients do not vanish at the
-    optimum, those that send an entry seldom then count for more, and training ends beside it. With `masking=False` all
-    that momentum SGD would do is done in the end.
+    Resetting u where it was sent (momentum factor masking) stops stale momentum. It also shortens momentum, to none for
+    an entry sent in every step. If the workers' gradients do not vanish at the optimum, workers that send an entry
+    seldom then count more, and training ends beside the optimum. With `masking=False` the updates add up to those of
+    momentum SGD.
 
-    The optimiser after it is plain SGD: `optax.chain(gcjax.dgc_compress(0.001), optax.sgd(0.1))`, with the learning
-    rate that momentum SGD would have. Weight decay before it would fill u, so it stands between the two:
-    `optax.add_decayed_weights(d)`. There it has no momentum; momentum SGD with decay c pulls like d = c / (1 - m).
+    The optimiser after it is plain SGD, with the learning rate that momentum SGD would have:
+    `optax.chain(gcjax.dgc_compress(0.001), optax.sgd(0.1))`. Weight decay stands between the two, because before the
+    compressor it would fill u: `optax.add_decayed_weights(d)`. There it has no momentum; d = c / (1 - m) pulls like the
+    decay c of momentum SGD.
 
-    Leaves of fewer than `dense_below` entries (biases, scales) send all their u in each step, so that they see momentum
-    SGD. 4,096 divides ResNet-50 as the authors do.
+    Leaves of fewer than `dense_below` entries (biases, scales) send all of u in each step, which is momentum SGD. 4,096
+    divides ResNet-50 as the authors do.
 
-    Costs two float32 and a bit per parameter in state; 64 bits per sent entry on the wire and a small all-reduce.
+    State: two float32 and a bit per parameter. Wire: 64 bits per sent entry and a small all-reduce.
 
     Args:
       density: share of the entries to send, in (0, 1], or a function of the step that returns it (an optax schedule).
-        The payload is made for the values at steps 0, 1, 2, 4, ... 2**20; what does not fit between them waits.
+        The capacities fit its values at steps 0, 1, 2, 4, ... 2**20; what exceeds them in other steps waits.
       momentum: m, in [0, 1). With 0 it is `gcjax.top_k_compress`. May be traced.
-      nesterov, masking: see above.
-      clip_norm: threshold for the norm of the sum of the workers' gradients, above 0, or None. Each worker first scales
-        its own to a norm of at most clip_norm / sqrt(workers). The update is their mean: for a threshold c of that,
-        give workers * c. May be traced.
-      warmup_steps: steps in which 1/4, 1/16, 1/64, ... of the entries are sent, for equally long, before `density`; the
-        paper has an epoch for each. 0 for none, and with a schedule.
+      nesterov: see above.
+      masking: see above.
+      clip_norm: bound on the norm of the sum of the workers' gradients, above 0, or None. Each worker scales its own
+        gradient to a norm of at most clip_norm / sqrt(workers). To bound the norm of their mean, the update, by c, give
+        workers * c. May be traced.
+      warmup_steps: steps before `density` applies, divided equally between stages that send 1/4, 1/16, 1/64, ... of the
+        entries; in the paper each stage is an epoch. 0 for none; must be 0 with a schedule.
       dense_below: see above; 0 compresses everything.
-      capacity: as in `gcjax.variance_compress`; None for one that fits each stage.
+      capacity: as in `gcjax.variance_compress`; None for one capacity per stage.
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
@@ -114,15 +119,15 @@ def dgc_compress(
       ValueError: for a value out of range, also of a schedule.
       TypeError: for an argument of the wrong type.
 
-    **Randomness**: none. **Bias**: entries are delayed. With `momentum=0` or `masking=False` nothing is lost; else the
-    momentum that an entry has when it is sent ends there. **Non-finite input**: the update is NaN on all workers and
-    every worker's state stays as it was.
+    **Randomness**: none. **Bias**: entries are delayed. With `momentum=0` or `masking=False` nothing is lost; otherwise
+    an entry loses its momentum when it is sent. **Non-finite input**: the update is NaN on all workers and every
+    worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.dgc_compress(density=0.5, momentum=0.5, dense_below=0)
     >>> g = jnp.array([4.0, 2.0])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # the second has 2 from the first step, and 1 + 2 from this one
+    >>> second, state = tx.update(g, state)  # v of the second entry: 2 from the first step, then 1 + 2
     >>> print(first, second)
     [4. 0.] [0. 5.]
     """
@@ -148,10 +153,10 @@ def dgc_compress(
         g = gradient if clip_norm is None else _clipped(gradient, clip_norm / math.sqrt(comm.size), bucket)
         old_v, old_u = state.accumulated
         v, u = state.settled()
-        # What follows uses nothing but the chosen u, which is then computed once, in the old one's buffer.
+        # Only the chosen u is used below, so XLA computes it once, in the buffer of the old u.
         u = jnp.where(all_finite, momentum * (u + g) if nesterov else momentum * u + g, old_u)
         added = u + g if nesterov else u
-        v = _emptied(jnp.where(all_finite, v + added, old_v), small)
+        v = _without(jnp.where(all_finite, v + added, old_v), small)
 
         dense = sum(s.size for s in small)
         entries = max(bucket.entries - dense, 1)
@@ -161,7 +166,7 @@ def dgc_compress(
         exchanged = exchange(message, state.transport, comm, all_finite)
         mean, report = exchanged.mean, exchanged.report
         if small:
-            mean = _joined(mean, jnp.where(all_finite, comm.mean(_take(added, small)), jnp.nan), small)
+            mean = _with(mean, jnp.where(all_finite, comm.mean(_take(added, small)), jnp.nan), small)
             report = report._replace(
                 selected=report.selected + dense,
                 sent=report.sent + dense,
@@ -173,15 +178,17 @@ def dgc_compress(
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _density_schedule(density, warmup_steps: int):
-    """(densities that the payloads are made for, k_at), with k_at(step, entries) -> k of that step."""
+def _density_schedule(
+    density: float | Schedule, warmup_steps: int
+) -> tuple[list[float], Callable[[Array, int], int | Array]]:
+    """The densities that need a capacity, and k_at(step, entries) -> k of that step."""
     check_integer("warmup_steps", warmup_steps, 0)
     if callable(density):
         if warmup_steps:
-            raise ValueError(f"a density that is a function brings its own warm-up: got warmup_steps={warmup_steps!r}")
+            raise ValueError(f"a density schedule contains its own warm-up; leave out warmup_steps={warmup_steps!r}")
         return _probed(density), lambda step, entries: count_for_density(jnp.float32(density(step)), entries)
     if isinstance(density, jax.core.Tracer):
-        raise TypeError(f"density sets the size of the payload and cannot be traced, got {density}; give a function")
+        raise TypeError(f"density fixes the size of the payload and cannot be traced, got {density}; give a function")
     check_number("density", density, 0.0, 1.0)
     stages = [*(share for share in WARMUP if share > density and warmup_steps), float(density)]
     if len(stages) == 1:
@@ -194,13 +201,13 @@ def _density_schedule(density, warmup_steps: int):
     return stages, k_at
 
 
-def _probed(schedule) -> list[float]:
-    """Values of a schedule, thinned out to those at least half as large again as the next below, and the largest."""
+def _probed(schedule: Schedule) -> list[float]:
+    """Values of a schedule: the smallest, each that is at least 1.5 times the one before, and the largest."""
     with jax.ensure_compile_time_eval():
         values = {step: schedule(step) for step in PROBED_STEPS}
     for step, value in values.items():
         check_number(f"density({step})", value, 0.0, 1.0)
-    shares = sorted(map(float, values.values()))
+    shares = sorted(float(value) for value in values.values())
     kept = shares[:1]
     for share in shares:
         if share >= 1.5 * kept[-1]:
@@ -208,7 +215,7 @@ def _probed(schedule) -> list[float]:
     return [*kept, shares[-1]]
 
 
-def _clipped(g, limit, bucket: Bucket):
+def _clipped(g: Array, limit: ArrayLike, bucket: Bucket) -> Array:
     """g scaled to a norm of at most `limit`."""
     everything = whole_group(bucket)
     (largest,) = everything.maxima(jnp.abs(g))
@@ -216,24 +223,25 @@ def _clipped(g, limit, bucket: Bucket):
     return g * jnp.where(norm > limit, limit / norm, 1)
 
 
-def _take(x, segments: list[Segment]):
-    """The entries of some segments, one behind the other."""
+def _take(x: Array, segments: list[Segment]) -> Array:
+    """The entries of some segments, concatenated."""
     return jnp.concatenate([x[s.offset : s.offset + s.size] for s in segments])
 
 
-def _emptied(x, segments: list[Segment]):
+def _without(x: Array, segments: list[Segment]) -> Array:
     """x with zeros in some segments."""
     for s in segments:
         x = x.at[s.offset : s.offset + s.size].set(0)
     return x
 
 
-def _joined(x, values, segments: list[Segment]):
-    """x with `values`, as `_take` lines them up, in some segments.
+def _with(x: Array, values: Array, segments: list[Segment]) -> Array:
+    """x with `values`, as `_take` returns them, in some segments.
 
-    Put together from slices, out of which the leaves are cut again: of writes into x, XLA would make a copy of x.
+    Concatenated from slices, because XLA would copy x to write into it.
     """
-    pieces, begin, end = [], 0, 0
+    pieces: list[Array] = []
+    begin = end = 0
     for s in segments:
         pieces += [x[end : s.offset], values[begin : begin + s.size]]
         begin, end = begin + s.size, s.offset + s.size

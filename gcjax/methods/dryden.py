@@ -1,4 +1,4 @@
-"""Adaptive quantisation: send a fixed share of the largest entries of either sign as one bit and an index.
+"""Adaptive quantisation: send a fixed share of the largest entries of each sign as one bit and an index.
 
 **Source.** Nikoli Dryden, Sam Ade Jacobs, Tim Moon, Brian Van Essen, "Communication Quantization for Data-Parallel
 Training of Deep Neural Networks", MLHPC 2016, doi 10.1109/MLHPC.2016.004, the adaptive quantisation.
@@ -7,10 +7,10 @@ Training of Deep Neural Networks", MLHPC 2016, doi 10.1109/MLHPC.2016.004, the a
 leaf's positive class, then one for each leaf's negative class; then one word per slot, sign (bit 31) and index (bits 0
 to 30).
 
-**Deviations.** (1) The paper codes the gaps between indices in varying length, which has no static size; the plain
-words are sent. (2) It sums the messages by an all-reduce of its own that quantises again at each hop; here every worker
-gets every message as it is. (3) What exceeds the largest capacity stays in the residual. The means are then those of
-all that was selected.
+**Deviations.** (1) The paper codes the gaps between indices with varying length. That has no static size, so the plain
+words are sent. (2) The paper adds the messages with an all-reduce of its own that quantises again at each hop; here
+every worker gets every message as it is. (3) On overflow the largest entries are sent and the others stay in the
+residual; the means are still those of all selected entries.
 """
 
 import math
@@ -20,7 +20,7 @@ import optax
 
 from gcjax._kernels.bits import to_unit
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
-from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_number
 from gcjax.extend import (
     Bucket,
@@ -40,8 +40,8 @@ from gcjax.extend import (
     pack_planes,
 )
 
-LEAF_SAMPLE = 1 << 12  # entries looked at in each leaf, at least
-RUNGS = (0.25, 0.5, 1.0, 1.25, 1.5, 2.0)  # default capacities, as shares of the wanted count
+LEAF_SAMPLE = 1 << 12  # smallest sample of a leaf
+CAPACITIES = (0.25, 0.5, 1.0, 1.25, 1.5, 2.0)  # the default ones, relative to the wanted count
 
 
 def _reset(values: tuple[Array, ...], means: PyTree) -> tuple[ArrayLike, ...]:
@@ -51,27 +51,32 @@ def _reset(values: tuple[Array, ...], means: PyTree) -> tuple[ArrayLike, ...]:
 
 
 def dryden_compress(
-    density=0.01, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
+    density: float = 0.01,
+    *,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the largest entries of either sign of gradient plus residual as their class's mean, one word an entry.
+    r"""Sends the largest entries of each sign of gradient plus residual as their class's mean, in one word per entry.
 
     .. math::
         a = g + e, \qquad \text{send } a \ge \tau^+ \text{ as } \mu^+ \text{ and } a \le -\tau^- \text{ as } \mu^-,
         \qquad e \leftarrow a - \text{sent}
 
     for each leaf, with :math:`\tau^+` the value that a share `density` of the leaf's positive entries reaches,
-    :math:`\tau^-` the same for the magnitudes of its negative ones, and :math:`\mu^\pm` the means of what is selected.
-    The update is the mean over workers of what they sent. Leaves of up to 4,096 entries have exact thresholds, larger
-    ones those of a sample (65,536 entries in all, but at least 4,096 a leaf), so that the count varies: by 4 % (one
-    standard deviation) in a single leaf at density 0.01. A class sends at least one entry, all of it if the sample has
-    missed it; equal entries are sent together.
+    :math:`\tau^-` the same for the magnitudes of its negative ones, and :math:`\mu^\pm` the means of the selected ones.
+    The update is the mean over workers of what they sent. Leaves of up to 4,096 entries have exact thresholds. The
+    thresholds of larger leaves come from a sample (65,536 entries in all, but at least 4,096 per leaf), so the number
+    sent varies: by 4 % (one standard deviation) in a single leaf at density 0.01. Each class sends at least one entry,
+    or all of its entries if the sample has none of them. Equal entries are sent together.
 
-    Costs a float32 and a bit per parameter in state; 32 bits per sent entry and 64 per leaf on the wire. Momentum,
-    weight decay and learning rate come after it: `optax.chain(gcjax.dryden_compress(0.01), optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 32 bits per sent entry and 64 per leaf. Momentum, weight decay and
+    learning rate come after it: `optax.chain(gcjax.dryden_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
-      capacity: as in `gcjax.variance_compress`; None for a ladder from a quarter to twice the wanted count.
+      capacity: as in `gcjax.variance_compress`; None for six from 1/4 to 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
@@ -81,15 +86,15 @@ def dryden_compress(
     Raises:
       ValueError: for a density or capacity out of range.
 
-    **Randomness**: none; the sampled places follow from the step. **Bias**: biased, made up for by the residual;
-    nothing is lost, and :math:`\|e\|^2 = \|a\|^2 - \|\text{sent}\|^2` where nothing overflows. **Non-finite
-    input**: the update is NaN on all workers and every worker's state stays as it was.
+    **Randomness**: none; the sampled positions follow from the step. **Bias**: biased, which the residual corrects;
+    nothing is lost, and :math:`\|e\|^2 = \|a\|^2 - \|\text{sent}\|^2` without overflow. **Non-finite input**: the
+    update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.dryden_compress(density=0.5)
     >>> g = jnp.array([1.0, 5.0, 3.0, 2.0, -6.0])
-    >>> first, state = tx.update(g, tx.init(g))  # 5 and 3 as 4; -6, alone in its class, as it is
-    >>> second, state = tx.update(jnp.zeros(5), state)  # of 1, 1, -1, 2 and 0
+    >>> first, state = tx.update(g, tx.init(g))  # 5 and 3 are sent as 4; -6 is alone in its class
+    >>> second, state = tx.update(jnp.zeros(5), state)  # the residual is 1, 1, -1, 2, 0
     >>> print(first, second)
     [ 0.  4.  4.  0. -6.] [ 1.3333334  1.3333334 -1.         1.3333334  0.       ]
     """
@@ -107,8 +112,8 @@ def dryden_compress(
         bucket = state.bucket
         (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
         mask, means = _select(a, density, leaf_groups(bucket), state.step)
-        slots = capacities_for(_wanted_slots(density, bucket) if capacity is None else capacity)
-        message = Message(a, mask, code, float_bits(means), bucket, slots)
+        capacities = capacities_for(_default_capacities(density, bucket) if capacity is None else capacity)
+        message = Message(a, mask, code, float_bits(means), bucket, capacities)
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report
@@ -116,19 +121,19 @@ def dryden_compress(
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _wanted_slots(density, bucket: Bucket) -> tuple[int, ...]:
+def _default_capacities(density: float, bucket: Bucket) -> tuple[int, ...]:
     wanted = count_for_density(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
-    return tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
+    return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
 
-def _select(a, density, groups: Groups, step):
-    """Mask words of the entries to send, and the means of each leaf's positive class, then of each negative one."""
+def _select(a: Array, density: float, groups: Groups, step: Array) -> tuple[Array, Array]:
+    """Packed mask of the entries to send; the means of each leaf's positive class, then of each negative class."""
     samples = sampled(a, groups, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
     classes = jnp.maximum(jnp.concatenate([samples, -samples]), 0)
     least, most = _spread(groups, quantile_threshold(classes, jnp.sum(classes > 0, axis=1), density))
     plus, minus = a >= least, a <= -most
     words = pack_planes(plus.astype(jnp.uint32) | minus.astype(jnp.uint32) << 1, 2).reshape(2, -1)
-    # So that sums of huge numbers stay finite; never above 1, as the sample may have missed the largest.
+    # The unit keeps sums of huge numbers finite. At most 1, because the sample may not have the largest entry.
     unit = jnp.minimum(to_unit(jnp.max(classes, axis=1)), 1)
     plus_unit, minus_unit = _spread(groups, unit)
     sums = groups.sums(jnp.where(plus, a * plus_unit, 0), jnp.where(minus, a * minus_unit, 0))
@@ -136,6 +141,6 @@ def _select(a, density, groups: Groups, step):
     return words[0] | words[1], jnp.concatenate(sums) / jnp.maximum(jnp.concatenate(counts), 1) / unit
 
 
-def _spread(groups: Groups, values):
-    """[2 * groups] -> each entry's value of the positive classes, and of the negative ones."""
+def _spread(groups: Groups, values: Array) -> tuple[Array, Array]:
+    """[2 * groups] -> each entry's value for the positive class of its leaf, and for the negative class."""
     return groups.per_entry(values[: len(groups)]), groups.per_entry(values[len(groups) :])

@@ -6,14 +6,14 @@
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then one word per slot,
 sign (bit 31) and index (bits 0 to 30).
 
-**Deviations.** The paper also compresses the words by Golomb-Rice codes of index gaps, which has no static size; the
-plain words are sent. What exceeds the largest capacity stays in the residual.
+**Deviations.** The paper also compresses the words with Golomb-Rice codes of index gaps. These have no static size, so
+the plain words are sent. On overflow the largest entries are sent; the others stay in the residual.
 """
 
 import jax.numpy as jnp
 import optax
 
-from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_number
 from gcjax.extend import (
     Bucket,
@@ -38,24 +38,31 @@ def _reset(values: tuple[Array, ...], tau: PyTree) -> tuple[ArrayLike, ...]:
 
 
 def strom_compress(
-    threshold, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
+    threshold: ArrayLike,
+    *,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold, one word an entry.
+    r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold, in one word per entry.
 
     .. math::
         r \leftarrow r + g, \qquad |r| > \tau \;\Rightarrow\; \text{send } \mathrm{sign}(r),\;
         r \leftarrow r - \tau\,\mathrm{sign}(r)
 
-    and the update is the mean over workers of :math:`\tau\,\mathrm{sign}(r)` where sent, zero elsewhere. An entry gives
-    at most one threshold a step: where gradients are much larger, the residual grows without bound. Choose tau by the
-    size of the gradient that the compressor sees; the optimiser comes after it, for example
-    `optax.chain(gcjax.strom_compress(0.01), optax.sgd(0.1))`, and so do momentum, weight decay and the learning rate.
+    and the update is the mean over workers of :math:`\tau\,\mathrm{sign}(r)` where sent, zero elsewhere. An entry sends
+    at most one threshold per step: where gradients are much larger, the residual grows without bound. Choose tau by the
+    magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
+    comes after it: `optax.chain(gcjax.strom_compress(0.01), optax.sgd(0.1))`.
 
-    Costs a float32 and a bit per parameter in state; 32 bits per sent entry on the wire.
+    State: a float32 and a bit per parameter. Wire: 32 bits per sent entry.
 
     Args:
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
-      capacity, transport, axis_name, inner_axis_name: as in `gcjax.variance_compress`.
+      capacity: as in `gcjax.variance_compress`.
+      transport: as in `gcjax.variance_compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -70,7 +77,7 @@ def strom_compress(
     >>> tx = gcjax.strom_compress(threshold=0.5)
     >>> g = jnp.array([0.75, -0.25])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # by now 1.0 and -0.5 have come together, of which 0.5 is gone
+    >>> second, state = tx.update(g, state)  # the residuals are 1.0 and -0.5
     >>> print(first, second)
     [0.5 0. ] [0.5 0. ]
     """

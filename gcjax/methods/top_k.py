@@ -7,18 +7,23 @@ Martin Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599 (MEM-
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); k indices; k float32
 values. k is rounded up to a multiple of 32 by padding.
 
-**Deviations.** k counts over the whole model, not per layer (per part of 2**28 entries above that). Zeros are not sent,
-so fewer than k may be. Of equal magnitudes the lowest index goes first.
+**Deviations.** k counts the entries of the whole model (of each bucket of a model above 2**28 entries), not those of a
+layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest index.
 """
 
 import optax
 
+from gcjax._types import AxisNames
 from gcjax._validation import check_number
 from gcjax.extend import compress, count_for_density, sparse_method, top_k_mask
 
 
 def top_k_compress(
-    density, *, transport="all_gather", axis_name=None, inner_axis_name=None
+    density: float,
+    *,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
 
@@ -28,9 +33,9 @@ def top_k_compress(
     and the update is the mean over workers of what they sent. Without the residual e, top-k does not converge; with
     it, :math:`\|e\|^2 \le (1 - k/d) \|a\|^2`.
 
-    Costs a float32 and a bit per parameter in state; 64 bits per sent entry on the wire. Momentum, weight decay and
-    learning rate come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. Momentum on sent entries
-    that have waited long loses accuracy at low densities; `gcjax.dgc_compress` corrects for that.
+    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
+    come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. At low densities entries wait long, and
+    momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
 
     Args:
       density: share of the entries to send, in (0, 1].
@@ -60,7 +65,7 @@ def top_k_compress(
         del step
         return top_k_mask(a, count_for_density(density, bucket.entries))
 
-    def slots(bucket):
+    def capacity(bucket):
         return count_for_density(density, bucket.entries)
 
-    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacity, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -1,18 +1,18 @@
-"""Variance-based compression: send an entry once its accumulated gradient is clear against its accumulated variance.
+"""Variance-based compression: send an entry once its accumulated gradient stands out from its accumulated variance.
 
 **Source.** Yusuke Tsuzuku, Hiroto Imachi, Takuya Akiba, "Variance-based Gradient Compression for Efficient Distributed
 Deep Learning", ICLR 2018 workshop, arXiv 1802.06058: the basic algorithm, its 4-bit quantisation, and the hybrid with
 Strom's method (Interspeech 2015).
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); one exponent byte per
-leaf (4 to a word); then one word per slot, sign (bit 31), exponent below the leaf's (bits 28 to 30), index (bits 0 to
-27). The hybrid has no exponents and words of sign and 31-bit index; float values follow the indices as vectors of their
-own.
+leaf (4 to a word); then one word per slot: the sign in bit 31, the exponent below the leaf's in bits 28 to 30, the
+index in bits 0 to 27. The hybrid sends no exponents, and words with the sign and a 31-bit index. Float values are a
+vector of their own after the indices.
 
 **Deviations.** (1) Entries too small for the 3-bit exponent stay in the residual by default; the paper, read literally,
-drops them (`underflow="drop"`). (2) Of more entries than the largest capacity holds, the largest are sent; the others
-stay in the residual. (3) Sent entries are reset at the start of the next update instead of the end of this one, which
-is the same arithmetic in fewer passes: `gcjax.info` and the residual account for it.
+drops them (`underflow="drop"`). (2) On overflow the largest entries are sent; the others stay in the residual. (3) Sent
+entries are reset at the start of the next update instead of the end of this one: the same arithmetic in fewer passes.
+`gcjax.info` and the residual account for it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask_and_peak
-from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_choice, check_flag, check_number, check_random_key
 from gcjax.extend import (
     Bucket,
@@ -54,7 +54,7 @@ def _paper_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLik
 
 
 def _hybrid_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-    """r <- r - tau sign(r), and v falls by as much as r squared does."""
+    """r <- r - tau sign(r); v falls by as much as r squared does."""
     (r, v), (tau, _) = values, sent_with
     return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)
 
@@ -79,41 +79,41 @@ class _FeedbackReset:
 
 
 def variance_compress(
-    alpha=1.5,
+    alpha: ArrayLike = 1.5,
     *,
-    decay=0.999,
-    threshold=None,
-    density=None,
+    decay: ArrayLike = 0.999,
+    threshold: ArrayLike | None = None,
+    density: float | None = None,
     feedback: bool = False,
     underflow: str = "keep",
     values: str = "power_of_two",
-    key=None,
-    capacity=None,
-    transport="all_gather",
-    axis_name=None,
-    inner_axis_name=None,
+    key: Array | None = None,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends an entry when its accumulated gradient is clear against its accumulated variance, one word an entry.
+    r"""Sends an entry when its accumulated gradient stands out from its accumulated variance, in one word.
 
     For every entry, with :math:`g_z` its gradient for sample z of this worker's batch B,
 
     .. math::
         r &\leftarrow r + \sum_z g_z / |B|, \qquad v \leftarrow v + \sum_z (g_z / |B|)^2 \\
         r^2 &> \alpha v \;\Rightarrow\; \text{send } r,\; r \leftarrow 0,\; v \leftarrow 0;
-        \qquad \text{else } v \leftarrow \zeta v
+        \qquad \text{otherwise } v \leftarrow \zeta v
 
-    and the update is the mean over workers of what they sent, zero elsewhere. What is sent is the power of two nearest
+    and the update is the mean over workers of what they sent, zero elsewhere. A worker sends the power of two nearest
     to r, at most that of the leaf's largest and at least 2**-7 of it.
 
-    With `threshold` :math:`\tau` (the hybrid with Strom's method) an entry is sent when also :math:`|r| > \tau`; what
-    is sent is :math:`\tau\,\mathrm{sign}(r)`, r keeps the rest, v falls by as much as r squared, and all v decay.
+    With `threshold` :math:`\tau` (the hybrid with Strom's method) an entry must also satisfy :math:`|r| > \tau`. Then
+    :math:`\tau\,\mathrm{sign}(r)` is sent, r keeps the rest, v falls by as much as r squared, and all v decay.
 
-    With `density` (not in the paper) the traffic is fixed instead: the k = max(1, floor(density * parameters)) entries
-    are sent for which :math:`|r| \min(1, |r| / \sqrt{\alpha v})`, size times certainty, is largest.
+    With `density` (not in the paper) the traffic is fixed: the k = max(1, floor(density * parameters)) entries with the
+    largest :math:`|r| \min(1, |r| / \sqrt{\alpha v})`, magnitude times certainty, are sent.
 
-    Costs two float32 and a bit per parameter in state; 32 bits per sent entry on the wire. Put it before the optimiser:
+    State: two float32 and a bit per parameter. Wire: 32 bits per sent entry. Put it before the optimiser:
     `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
-    after it. Clipping may come before; the squares are then those of the unclipped gradient, which only delays more.
+    after it. Clipping may come before it; the squares are then those of the unclipped gradient, so entries wait longer.
 
     Args:
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2. May be traced (`inject_hyperparams`).
@@ -122,23 +122,23 @@ def variance_compress(
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
-      values: how sent values travel: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
+      values: code of the sent values: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
         `key`), "float16" or "float32".
       key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
       capacity: slots in a worker's payload: an int (fixed size), a tuple of ints (the smallest that holds every
-        worker's entries is used), or None for a ladder from 1/1024 to 1/16 of the parameters. Rounded up to a multiple
-        of 32; for each bucket of a model above 2**28 parameters. Of more entries than the largest holds, those of the
-        largest magnitude are sent and the others stay in the residual. Temporaries take about 5 words a slot.
+        worker's entries is used), or None for seven capacities from 1/1024 to 1/16 of the parameters. Rounded up to a
+        multiple of 32; counted per bucket in a model above 2**28 parameters. On overflow the entries of largest
+        magnitude are sent and the others stay in the residual. Temporaries take about 5 words per slot.
       transport: "all_gather" sends every worker's entries to every worker. "reduce_scatter" sends them to owners, which
-        pass on the largest sums, `capacity` in all: traffic stops growing with the workers, while more entries wait.
-        What an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less
-        at the largest capacity: "reduce_scatter" from 4 workers on, with two words an entry from 3.
+        pass on the largest sums, `capacity` in all: traffic stops growing with the workers, but more entries wait. What
+        an owner does not pass on joins its own residual, so nothing is lost. "auto" takes the one that moves less at
+        the largest capacity: "reduce_scatter" from 4 workers on, or from 3 with two words per entry.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. `update` takes `sum_grad_squared`, a pytree like the gradient holding
-      sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns; left out, the batch counts as one sample.
+      An `optax.GradientTransformationExtraArgs`. `update` takes `sum_grad_squared`, a pytree like the gradient with
+      sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns it. Without it the batch counts as one sample.
 
     Raises:
       ValueError: for a value out of range; `density` together with `threshold` or `capacity`; `feedback` together with
@@ -153,7 +153,7 @@ def variance_compress(
     >>> tx = optax.chain(gcjax.variance_compress(alpha=1.5), optax.sgd(1.0))
     >>> params = jnp.zeros(2)
     >>> state = tx.init(params)
-    >>> squares = jnp.array([0.01, 0.5])  # the first entry is clear, the second is not
+    >>> squares = jnp.array([0.01, 0.5])  # the first entry passes, the second does not
     >>> updates, state = tx.update(jnp.array([0.5, 0.5]), state, params, sum_grad_squared=squares)
     >>> print(updates)
     [-0.5 -0. ]
@@ -163,8 +163,8 @@ def variance_compress(
     check_capacity(capacity)
     check_transport(transport)
     hybrid = threshold is not None
-    tau = threshold if hybrid else 0.0
-    code = sign_code(threshold) if hybrid else CODES[values]
+    tau = 0.0 if threshold is None else threshold
+    code = sign_code(tau) if hybrid else CODES[values]
     reset = _hybrid_reset if hybrid else _FeedbackReset(values) if feedback else _paper_reset
 
     def init(bucket: Bucket) -> SparseState:
@@ -174,28 +174,28 @@ def variance_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         bucket = state.bucket
         squares = gradient * gradient if sum_grad_squared is None else sum_grad_squared
-        r, v = state.settled()  # r <- 0, v <- 0 where the last step sent; else v <- zeta v:
+        r, v = state.settled()  # what the last step sent is reset only now, and the rest decays
         v = decay * v if hybrid else jnp.where(state.was_sent(), v, decay * v)
         r, v = state.unless_skipped((r + gradient, jnp.minimum(v + squares, FLOAT_MAX)), all_finite)
 
-        clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
-        if density is not None:
-            clear = _most_certain(clear, r, v, alpha, count_for_density(density, bucket.entries))
-        if hybrid:
-            clear = clear & (jnp.abs(r) > threshold)
-        passed, sendable, scales = _encodable(clear, r, code, bucket)
-
+        passed, sendable, scales = _encodable(passes(r, v, bucket), r, code, bucket)
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
         message = Message(r, sendable, code, scales, bucket, capacities(bucket), own_key)
         exchanged = exchange(message, state.transport, comm, all_finite)
-        if underflow == "drop":
+        if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
         new = state.after(exchanged, (r, v), all_finite, sent_with=(jnp.float32(tau), scales))
 
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
         return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
 
-    def capacities(bucket: Bucket) -> tuple[int, ...]:
+    def passes(r, v, bucket):
+        clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
+        if density is not None:
+            return _most_certain(clear, r, v, alpha, count_for_density(density, bucket.entries))
+        return clear & (jnp.abs(r) > tau) if hybrid else clear
+
+    def capacities(bucket):
         if density is not None:
             return capacities_for(count_for_density(density, bucket.entries))
         return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
@@ -203,7 +203,15 @@ def variance_compress(
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _check(alpha, decay, threshold, feedback, underflow, values, key):
+def _check(
+    alpha: ArrayLike,
+    decay: ArrayLike,
+    threshold: ArrayLike | None,
+    feedback: bool,
+    underflow: str,
+    values: str,
+    key: Array | None,
+) -> None:
     check_number("alpha", alpha, 0.0)
     check_number("decay", decay, 0.0, 1.0)
     check_flag("feedback", feedback)
@@ -213,8 +221,8 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
         check_number("threshold", threshold, 0.0)
         if feedback or underflow != "keep" or values != "power_of_two":
             raise ValueError(
-                f"threshold={threshold!r} sends only signs and keeps all the rest: leave feedback, underflow and "
-                f"values at their defaults (got feedback={feedback!r}, underflow={underflow!r}, values={values!r})"
+                f"threshold={threshold!r} sends only signs and keeps the rest: leave feedback, underflow and values at "
+                f"their defaults (got feedback={feedback!r}, underflow={underflow!r}, values={values!r})"
             )
     if feedback and underflow == "drop":
         raise ValueError("feedback=True keeps everything that is not sent; underflow='drop' contradicts it")
@@ -226,7 +234,7 @@ def _check(alpha, decay, threshold, feedback, underflow, values, key):
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
 
 
-def _check_density(density, threshold, capacity):
+def _check_density(density: float | None, threshold: ArrayLike | None, capacity: int | tuple[int, ...] | None) -> None:
     if density is None:
         return
     if isinstance(density, jax.Array):
@@ -234,17 +242,17 @@ def _check_density(density, threshold, capacity):
     check_number("density", density, 0.0, 1.0)
     for name, value in (("threshold", threshold), ("capacity", capacity)):
         if value is not None:
-            raise ValueError(f"density={density!r} says how many entries are sent; leave out {name}={value!r}")
+            raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
-    """bool[n], the `count` entries of largest size times certainty; an entry that is clear has certainty 1."""
+    """bool[n], the `count` entries of largest magnitude times certainty; entries that are clear have certainty 1."""
     certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
     return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count), len(r))
 
 
 def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple[Array, Array, Array]:
-    """Packed masks of the entries that passed and of those that the code can send; and the leaves' scales."""
+    """Packed masks of the entries that passed and of those that the code can send, and the leaves' scales."""
     leaf_of_word = jnp.asarray(bucket.leaf_of_word())
     if not code.scale_bits:
         passed = pack_mask(clear)

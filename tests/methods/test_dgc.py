@@ -1,4 +1,4 @@
-"""Deep Gradient Compression's own claims: its recurrences by hand, clipping, warm-up, small leaves, and masking."""
+"""dgc_compress: its recurrences by hand, clipping, warm-up, small leaves, masking."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class DGCOracle:
         self.small = np.concatenate([np.full(n, n < dense_below) for n in sizes])
         self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.v = [np.zeros(sum(sizes), F) for _ in range(workers)]
-        self.dense_momentum = np.zeros(sum(sizes), F)  # of the mean gradient, as the authors have it
+        self.dense_momentum = np.zeros(sum(sizes), F)  # of the mean gradient, as in the authors' code
         self.steps = 0
 
     def step(self, gradients, squares):
@@ -72,7 +72,7 @@ class DGCOracle:
 
 def row(name, density, momentum, *, rare=False, densities=None, capacities=(), capacity=None, wire=(), **options):
     def make(axis_name=None, **more):
-        if capacities:  # keeps its own: in a smaller one 1e38 waits until, with momentum, it leaves float32's range
+        if capacities:  # in a smaller capacity 1e38 would wait until momentum takes it out of float32's range
             more.pop("capacity", None)
         settings = {"momentum": momentum, "capacity": capacity, "axis_name": axis_name, "dense_below": 0}
         return gcjax.dgc_compress(density, **(settings | options | more))
@@ -123,7 +123,7 @@ ROWS = [
 
 
 def chain(axis_name, learning_rate):
-    # With masking, workers that disagree end elsewhere: tests/test_dgc.py.
+    # Without masking, see test_masking_ends_beside_the_common_optimum.
     options = {"momentum": 0.5, "masking": False, "warmup_steps": 20, "dense_below": 40}
     return optax.chain(gcjax.dgc_compress(0.1, axis_name=axis_name, **options), optax.sgd(learning_rate))
 
@@ -134,7 +134,7 @@ N = 100_000
 
 
 def run(tx, gradients):
-    """The updates of one worker, and the state behind them."""
+    """The updates of one worker, and its last state."""
     step, state, updates = jax.jit(tx.update), tx.init(gradients[0]), []
     for gradient in gradients:
         update, state = step(gradient, state)
@@ -142,13 +142,13 @@ def run(tx, gradients):
     return updates, state
 
 
-def dgc_of(state):
+def bucket_state(state):
     return state.buckets.value[0]
 
 
-def test_five_steps_worked_by_hand():
+def test_five_steps_by_hand():
     trace = [
-        # g, what is sent                  u and v before that
+        # g, update                        u and v before the reset
         ([4, 2, 1], [4, 0, 0]),  #         4, 2, 1            4, 2, 1
         ([1, 1, 1], [0, 4, 0]),  #         1, 2, 1.5          1, 4, 2.5
         ([1, 1, 1], [0, 0, 4.25]),  #      1.5, 1, 1.75       2.5, 1, 4.25
@@ -158,14 +158,14 @@ def test_five_steps_worked_by_hand():
     tx = gcjax.dgc_compress(0.34, momentum=0.5, dense_below=0)
     updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
     np.testing.assert_array_equal(updates, [sent for _, sent in trace])
-    u, v = dgc_of(state).after_reset()
+    v, u = bucket_state(state).settled()
     np.testing.assert_array_equal(u, [0, 0, 0.5])
     np.testing.assert_array_equal(v, [0, 0, 1.5])
 
 
-def test_three_steps_with_nesterov_momentum_worked_by_hand():
+def test_three_nesterov_steps_by_hand():
     trace = [
-        # g, what is sent        u and v before that
+        # g, update              u and v before the reset
         ([4, 2], [6, 0]),  #     2, 1        6, 3
         ([1, 1], [0, 5]),  #     0.5, 1      1.5, 5
         ([1, 1], [3.25, 0]),  #  0.75, 0.5   3.25, 1.5
@@ -173,10 +173,10 @@ def test_three_steps_with_nesterov_momentum_worked_by_hand():
     tx = gcjax.dgc_compress(0.5, momentum=0.5, nesterov=True, dense_below=0)
     updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
     np.testing.assert_array_equal(updates, [sent for _, sent in trace])
-    np.testing.assert_array_equal(dgc_of(state).residual, [0, 1.5])
+    np.testing.assert_array_equal(bucket_state(state).residual, [0, 1.5])
 
 
-def test_without_masking_an_entry_is_driven_on_after_it_was_sent():
+def test_without_masking_momentum_outlives_sending():
     gradients = [jnp.array([g]) for g in (1.0, 0.0, 0.0)]
     masked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, dense_below=0), gradients)
     unmasked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, masking=False, dense_below=0), gradients)
@@ -184,10 +184,10 @@ def test_without_masking_an_entry_is_driven_on_after_it_was_sent():
     assert np.ravel(unmasked).tolist() == [1, 0.5, 0.25]
 
 
-def test_a_message_worked_by_hand():
+def test_words_by_hand():
     g = {"bias": jnp.array([0.5, -0.25]), "matrix": jnp.array([[1.0, -8.0], [0.0, 2.0]])}
     given, info = messages(gcjax.dgc_compress(0.5, dense_below=3), g)
-    (payload,) = given  # the mean of the small leaf is not listened to
+    (payload,) = given  # `messages` does not record the mean of the small leaf
     assert len(payload) == 1 + 32 + 32
     assert payload[[0, 1, 2]].tolist() == [2, 33, 35]  # the matrix begins at entry 32
     assert [hex(w) for w in payload[[33, 34]]] == ["0xc1000000", "0x40000000"]  # -8 and 2
@@ -195,8 +195,8 @@ def test_a_message_worked_by_hand():
     assert info.payload_bits == 32 + 2 * 64 + 2 * 32
 
 
-def test_clipping_worked_by_hand_with_four_workers():
-    # Each worker's whole gradient, a dense and a compressed leaf, comes to a norm of at most 5 / sqrt(4).
+def test_clipping_four_workers_by_hand():
+    # Each worker's gradient, of a dense and a compressed leaf, is clipped to a norm of 5 / sqrt(4).
     gradients = {
         "a": np.array([[3.0], [0.3], [0.0], [0.0]], np.float32),
         "b": np.array([[0.0, 4.0], [0.0, 0.4], [0.0, 0.0], [-10.0, 0.0]], np.float32),
@@ -208,13 +208,13 @@ def test_clipping_worked_by_hand_with_four_workers():
 
 
 @pytest.mark.parametrize("size", [1e38, 1e-36])
-def test_clipping_reaches_to_the_ends_of_float32(size):
+def test_clipping_works_near_the_ends_of_float32(size):
     tx = gcjax.dgc_compress(1.0, clip_norm=size, dense_below=0)
     updates, _ = run(tx, [jnp.array([3.0, 4.0, -3.0]) * jnp.float32(size / 2)])
     np.testing.assert_allclose(updates[0] / np.float32(size), np.array([3.0, 4.0, -3.0]) / np.sqrt(34), rtol=1e-6)
 
 
-def test_the_warm_up_has_the_densities_of_the_paper():
+def test_warm_up_has_the_papers_densities():
     tx = gcjax.dgc_compress(0.001, warmup_steps=8)
     g = jax.random.normal(jax.random.key(0), (N,))
     step, state, sent, slots = jax.jit(tx.update), tx.init(g), [], []
@@ -227,7 +227,7 @@ def test_the_warm_up_has_the_densities_of_the_paper():
     np.testing.assert_allclose(slots, paper, atol=32 / N)
 
 
-def test_small_leaves_see_momentum_sgd():
+def test_small_leaves_get_momentum_sgd():
     sizes = (40, 300)
     params = tree_of([np.zeros(n, np.float32) for n in sizes])
     gradients, _ = sample_gradients(4, sizes, 5)
@@ -243,7 +243,7 @@ def test_small_leaves_see_momentum_sgd():
     assert not any(small.any() for small, _ in residuals(ours.state, 4, sizes))
 
 
-def test_a_model_of_small_leaves_only_is_sent_whole():
+def test_a_model_of_small_leaves_is_sent_whole():
     g = {"a": jnp.ones(3), "b": jnp.ones((5, 2))}
     tx = gcjax.dgc_compress(0.01, momentum=0.5)
     updates, state = jax.jit(tx.update)(g, tx.init(g))
@@ -253,19 +253,19 @@ def test_a_model_of_small_leaves_only_is_sent_whole():
     assert gcjax.info(state).residual_norm == 0
 
 
-def test_without_momentum_and_small_leaves_it_is_top_k_to_the_bit():
+def test_without_momentum_it_is_top_k_to_the_bit():
     gradients = list(jax.random.normal(jax.random.key(0), (5, 341)))
     ours, _ = run(gcjax.dgc_compress(0.05, momentum=0.0, dense_below=0), gradients)
     np.testing.assert_array_equal(ours, run(gcjax.top_k_compress(0.05), gradients)[0])
 
 
-def test_without_masking_all_that_momentum_sgd_does_is_done_in_the_end():
+def test_without_masking_updates_sum_to_momentum_sgd():
     gradients = list(jax.random.normal(jax.random.key(0), (20, 200)))
     momentum_sgd, _ = run(optax.trace(0.9), gradients)
 
     def lost(masking):
         updates, state = run(gcjax.dgc_compress(0.05, masking=masking, dense_below=0), gradients)
-        return np.abs(sum(updates) + dgc_of(state).residual - sum(momentum_sgd)).max()
+        return np.abs(sum(updates) + bucket_state(state).residual - sum(momentum_sgd)).max()
 
     assert lost(masking=False) < 1e-4
     assert lost(masking=True) > 1
@@ -290,12 +290,12 @@ def test_without_masking_stale_momentum_overshoots():
     assert distance(masking=False) > 0.1
 
 
-def test_with_masking_workers_that_disagree_end_beside_the_common_optimum():
+def test_masking_ends_beside_the_common_optimum():
     masked = optax.chain(gcjax.dgc_compress(0.1, dense_below=40, axis_name="data"), optax.sgd(decaying))
     assert distance_after_training(masked) > 0.1
 
 
-def test_the_density_may_be_a_schedule_also_where_it_is_traced():
+def test_density_may_be_a_schedule():
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.2, 4: 0.5})
     g = jax.random.normal(jax.random.key(0), (1000,))
 
@@ -312,18 +312,18 @@ def test_the_density_may_be_a_schedule_also_where_it_is_traced():
     assert slots == [512, 512, 128, 128, 64, 64]
 
 
-def test_what_a_schedule_adds_between_the_probed_steps_waits():
+def test_a_peak_between_the_probed_steps_overflows():
     tx = gcjax.dgc_compress(lambda step: jnp.where(step == 3, 0.5, 0.06), momentum=0.0, dense_below=0)
     gradients = list(jax.random.normal(jax.random.key(0), (5, 1000)))
     updates, state = run(tx, gradients[:4])
     info = gcjax.info(state)
     assert info.selected[0] == 500
-    assert info.sent[0] in range(33, 65)  # whole words of what fits 64 slots
+    assert info.sent[0] in range(33, 65)
     assert info.overflow[0] == 500 - info.sent[0]
-    np.testing.assert_allclose(sum(updates) + dgc_of(state).residual, sum(gradients[:4]), atol=1e-5)
+    np.testing.assert_allclose(sum(updates) + bucket_state(state).residual, sum(gradients[:4]), atol=1e-5)
 
 
-def test_the_momentum_may_be_scheduled_with_inject_hyperparams():
+def test_momentum_may_be_scheduled_with_inject_hyperparams():
     fixed = ("density", "warmup_steps", "dense_below")
     injected = optax.inject_hyperparams(gcjax.dgc_compress, static_args=fixed)
     tx = injected(1.0, momentum=optax.linear_schedule(0.0, 0.75, 3), masking=False, dense_below=0)
@@ -331,14 +331,14 @@ def test_the_momentum_may_be_scheduled_with_inject_hyperparams():
     assert np.ravel(updates).tolist() == [1, 1.25, 1.625, 2.21875]  # u = m u + 1 for m = 0, 1/4, 1/2, 3/4
 
 
-def test_an_update_needs_few_temporaries_when_the_state_is_donated():
+def test_a_donated_update_needs_few_temporaries():
     size = 1 << 18
     tx = gcjax.dgc_compress(nesterov=True, clip_norm=1.0)
     g = jax.ShapeDtypeStruct((size,), jnp.float32)
     compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(g, jax.eval_shape(tx.init, g)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes > 3 * 4 * size
-    assert memory.temp_size_in_bytes < 0.6 * 4 * size  # a sample of 65,536 among it
+    assert memory.temp_size_in_bytes < 0.6 * 4 * size  # includes a sample of 65,536
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_an_update_needs_few_temporaries_when_the_state_is_donated():
         ({"density": "1 %"}, TypeError, "density must be a number, got '1 %'"),
         ({"density": lambda step: 2.0 - step}, ValueError, r"density\(0\) must be in \(0, 1\], got 2.0"),
         ({"density": optax.linear_schedule(0.1, 0.0, 100)}, ValueError, r"density\(128\).*got .*0"),
-        ({"density": lambda step: 0.1, "warmup_steps": 5}, ValueError, "its own warm-up: got warmup_steps=5"),
+        ({"density": lambda step: 0.1, "warmup_steps": 5}, ValueError, "its own warm-up; leave out warmup_steps=5"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1"),
         ({"warmup_steps": 2.5}, TypeError, "warmup_steps must be an int, got 2.5"),
         ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
@@ -359,7 +359,7 @@ def test_an_update_needs_few_temporaries_when_the_state_is_donated():
         ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.dgc_compress(**options)
 

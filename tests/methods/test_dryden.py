@@ -1,4 +1,4 @@
-"""Adaptive quantisation's own claims: two classes with thresholds and means of their own, and a fixed share sent."""
+"""dryden_compress: two classes per leaf with their own thresholds and means, and a fixed share sent."""
 
 import dataclasses
 import math
@@ -15,11 +15,10 @@ from rows import Row
 
 import gcjax
 from gcjax._sparse import value_codes
-from gcjax.methods import dryden
 
 
 def select(leaf, density):
-    """{position: mean of its class} for the entries of one leaf that are sent."""
+    """{position: mean of its class} of the entries of one leaf that are sent."""
     means = {}
     for sign in (1, -1):
         in_class = [i for i in range(len(leaf)) if sign * leaf[i] > 0]
@@ -62,9 +61,8 @@ class DrydenOracle:
 
 def row(name, density, capacity, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
-        return gcjax.dryden_compress(
-            density, **({"capacity": capacity, "transport": transport, "axis_name": axis_name} | more)
-        )
+        settings = {"capacity": capacity, "transport": transport, "axis_name": axis_name}
+        return gcjax.dryden_compress(density, **(settings | more))
 
     def make_oracle(workers, sizes):
         return DrydenOracle(workers, sizes, density, capacity, transport)
@@ -102,8 +100,8 @@ def bits(value):
     return hex(np.float32(value).view(np.uint32))
 
 
-def test_a_message_worked_by_hand():
-    # Leaf "a": positives 8, 4, 2, 1, of which half are 8 and 4; the negative is alone. Leaf "b" begins at entry 32.
+def test_words_by_hand():
+    # Leaf "a": of the positives 8, 4, 2, 1 half are sent, 8 and 4; the negative is alone. Leaf "b" begins at entry 32.
     g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
     (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g)
     assert payload[0] == 4
@@ -113,7 +111,7 @@ def test_a_message_worked_by_hand():
     assert info.payload_bits == 32 * (1 + 4 + 4)
 
 
-def test_words_of_the_class_mean_code_worked_by_hand():
+def test_class_mean_words_by_hand():
     code = value_codes.class_mean_code()
     words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
     assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
@@ -123,14 +121,14 @@ def test_words_of_the_class_mean_code_worked_by_hand():
     assert y.tolist() == [1.5, -5.5, -6.5]
 
 
-def test_three_steps_worked_by_hand():
+def test_three_steps_by_hand():
     tx = gcjax.dryden_compress(0.5)
     steps = [
         # a = g: 2 of 4 positives, 1 of 1 negatives
         ([1.0, 7.0, 3.0, 2.0, -6.0], [0.0, 5.0, 5.0, 0.0, -6.0]),
-        # a = 1, 2, -2, 2, 0: of the positives 2 of 3, the two equal ones; the zero is of no class
+        # a = 1, 2, -2, 2, 0: 2 of 3 positives, the equal ones; the zero belongs to no class
         ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 2.0, -2.0, 2.0, 0.0]),
-        # a = 1, 0, -1, -2, -4: of the negatives 2 of 3
+        # a = 1, 0, -1, -2, -4: 2 of 3 negatives
         ([0.0, 0.0, -1.0, -2.0, -4.0], [1.0, 0.0, 0.0, -3.0, -3.0]),
     ]
     step, state = jax.jit(tx.update), tx.init(jnp.zeros(5))
@@ -140,9 +138,9 @@ def test_three_steps_worked_by_hand():
     np.testing.assert_array_equal(state.buckets.value[0].residual, [0.0, 0.0, -1.0, 1.0, -1.0])
 
 
-def test_each_class_of_each_leaf_sends_its_share_within_the_error_of_the_sample():
+def test_each_class_sends_its_share_within_sampling_error():
     key = jax.random.key(0)
-    # A heavy positive and a light negative class, and a leaf of another size whose values are a thousand times smaller.
+    # A heavy-tailed positive and a light-tailed negative class; a leaf of another size with values 1000 times smaller.
     skewed = jax.random.normal(key, (N,)) + 0.5
     leaves = {"a": jnp.where(skewed > 0, skewed**3, skewed), "b": jax.random.normal(key, (N // 4,)) * 1e-3}
     tx = gcjax.dryden_compress(0.02)
@@ -153,14 +151,14 @@ def test_each_class_of_each_leaf_sends_its_share_within_the_error_of_the_sample(
     for name, leaf in leaves.items():
         for sign in (1, -1):
             of_class = sign * np.asarray(leaf) > 0
-            # A sample of 32,768 a leaf: at least 200 of the class's share, within 5 standard errors.
+            # A leaf's sample has 32,768 entries, at least 200 of them in the share of each class: 5 standard errors.
             share = (np.sign(updates[name]) == sign).sum() / of_class.sum()
             assert share == pytest.approx(0.02, rel=5 / np.sqrt(0.02 * 32768 * of_class.mean()))
             sent = np.asarray(leaf)[updates[name] != 0] * sign
             assert sent[sent > 0].min() > np.quantile(np.asarray(leaf)[of_class] * sign, 0.97)
 
 
-def test_another_sample_is_taken_in_every_step():
+def test_every_step_takes_another_sample():
     g = jax.random.normal(jax.random.key(0), (N,))
     tx = gcjax.dryden_compress(0.02, capacity=N)
     start = tx.init(g)
@@ -172,11 +170,11 @@ def test_another_sample_is_taken_in_every_step():
 
     counts = [int(gcjax.info(jax.jit(counted)(jnp.array([step]))).sent[0]) for step in range(6)]
     assert len(set(counts)) > 3
-    # Of a sample of 65,536: 1,311 above the threshold.
+    # 1,311 entries of a sample of 65,536 are above the threshold.
     assert np.mean(counts) == pytest.approx(0.02 * N, rel=5 / np.sqrt(1311 * 6))
 
 
-def test_the_residual_is_shorter_by_what_is_sent():
+def test_the_residual_is_orthogonal_to_the_update():
     tx = gcjax.dryden_compress(0.1, capacity=N)
     g = jax.random.normal(jax.random.key(1), (N,))
     updates, state = jax.jit(tx.update)(g, tx.init(g))
@@ -184,13 +182,17 @@ def test_the_residual_is_shorter_by_what_is_sent():
     assert e**2 == pytest.approx(a**2 - sent**2, rel=1e-6)
 
 
-def test_without_its_residual_it_stalls(monkeypatch):
-    monkeypatch.setattr(dryden.DrydenState, "residual", property(lambda state: jnp.zeros(state.bucket.size)))
-    forgetful = optax.chain(gcjax.dryden_compress(0.1, axis_name="data"), optax.sgd(decaying))
-    assert distance_after_training(forgetful) > 0.1
+def without_residual(tx):
+    """The transform, with its first state in every step."""
+    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
 
 
-def test_equal_entries_are_sent_as_they_are_step_after_step():
+def test_without_its_residual_it_stalls():
+    forgetful = without_residual(gcjax.dryden_compress(0.1, axis_name="data"))
+    assert distance_after_training(optax.chain(forgetful, optax.sgd(decaying))) > 0.1
+
+
+def test_equal_entries_are_sent_exactly_in_every_step():
     sizes = {1e38: 100_000, -1e38: 100, 1e-37: 100, 3.0: 1000}
     g = {str(value): jnp.full(size, value) for value, size in sizes.items()}
     tx = gcjax.dryden_compress(0.01, capacity=sum(sizes.values()))
@@ -200,7 +202,7 @@ def test_equal_entries_are_sent_as_they_are_step_after_step():
         jax.tree.map(lambda u, g: np.testing.assert_allclose(u, g, rtol=1e-6), updates, g)
 
 
-def test_nothing_is_lost_while_the_density_changes_and_a_step_is_skipped():
+def test_a_changing_density_and_a_skipped_step_lose_nothing():
     schedule = optax.linear_schedule(0.5, 0.05, 6)
     tx = optax.inject_hyperparams(gcjax.dryden_compress, static_args=("capacity",))(schedule, capacity=(32, 128))
     g = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
@@ -224,6 +226,6 @@ def test_nothing_is_lost_while_the_density_changes_and_a_step_is_skipped():
         ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.dryden_compress(**options)

@@ -1,14 +1,16 @@
-"""Rows and oracle of top_k_compress."""
+"""top_k_compress: its words by hand. tests/laws and tests/kernels test the selection and the residual."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import messages
 from oracle import SparseOracle, largest
 from rows import Row
 
 import gcjax
 
 
-def row(density, bucket_invariant=False, transport="all_gather", rare=False):
+def row(name, density, transport="all_gather", bucket_invariant=False, rare=False):
     def make(axis_name=None, **more):
         return gcjax.top_k_compress(density, transport=transport, axis_name=axis_name, **more)
 
@@ -16,7 +18,6 @@ def row(density, bucket_invariant=False, transport="all_gather", rare=False):
         k = max(1, int(density * sum(sizes)))
         return SparseOracle(workers, sizes, lambda a, step: largest(np.abs(a), k), k, transport)
 
-    name = f"top_k-{density}" + "-owners" * (transport == "reduce_scatter")
     return Row(
         name,
         "top_k_compress",
@@ -29,7 +30,11 @@ def row(density, bucket_invariant=False, transport="all_gather", rare=False):
     )
 
 
-ROWS = [row(0.05), row(1.0, bucket_invariant=True, rare=True), row(0.3, transport="reduce_scatter")]
+ROWS = [
+    row("top_k-0.05", 0.05),
+    row("top_k-1.0", 1.0, bucket_invariant=True, rare=True),
+    row("top_k-0.3-owners", 0.3, transport="reduce_scatter"),
+]
 
 
 def chain(axis_name, learning_rate):
@@ -37,3 +42,12 @@ def chain(axis_name, learning_rate):
 
 
 CHAINS = {"top_k_compress": chain}
+
+
+def test_words_by_hand():
+    g = {"a": jnp.array([1.0, -8.0, 0.5]), "b": jnp.array([0.0, 2.0])}  # leaf "b" begins at entry 32
+    (payload,), info = messages(gcjax.top_k_compress(0.5), g)
+    assert len(payload) == 1 + 32 + 32
+    assert payload[[0, 1, 2]].tolist() == [2, 1, 33]
+    assert [hex(w) for w in payload[[33, 34]]] == ["0xc1000000", "0x40000000"]  # -8 and 2
+    assert info.payload_bits == 32 + 2 * 64
