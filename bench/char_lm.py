@@ -1,25 +1,23 @@
 """Validation loss against bytes for a character-level transformer: dense, variance-based and top-k exchange, with Adam.
 
-Each run is one call of examples/char_lm.py, one after the other. What has finished is kept in the result file, so that
-the table goes on where it stopped. Times are CPU seconds of the whole run, compiling and validation included.
+Each run is one call of examples/char_lm.py, one after the other. Finished runs are kept in the result file, so an
+interrupted table continues where it stopped. CPU seconds are of the whole run, compilation and validation included.
 
-    python bench/char_lm.py --text FILE                            # all rows, 2 to 3 minutes of one core each
-    python bench/char_lm.py --text FILE --rows dense "variance 1"
-    python bench/char_lm.py --report                               # table again, from the result file
+    python -m bench.char_lm --text FILE                            # all rows, 2 to 3 minutes of one core each
+    python -m bench.char_lm --text FILE --rows dense "variance 1"
+    python -m bench.char_lm --report                               # table again, from the result file
 """
 
 import argparse
 import csv
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-from _machine import RESULTS, ROOT, Parser, provenance
 from tqdm import tqdm
+
+from bench import machine, provenance
 
 COMMON = "--epochs 2"
 ROWS = {
@@ -36,17 +34,15 @@ KEPT = ("settings", "parameters", "steps", "epochs", "compression_ratio", "wire_
 POINTS = 20  # of the training curve
 
 
-def run(row: str, args) -> dict:
+def run(row: str, args: argparse.Namespace) -> dict:
     """One training in a process of its own; its record."""
     out = args.work / row.replace(" ", "_")
     options = f"--method {shlex.quote(ROWS[row])} {COMMON}"
     resume = ["--resume"] if (out / "epochs.csv").is_file() else []
-    command = [sys.executable, str(ROOT / "examples" / "char_lm.py"), *shlex.split(options), *resume]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command += ["--text", str(args.text), "--out", str(out)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    arguments = [*shlex.split(options), *resume, "--text", str(args.text), "--out", str(out)]
+    done = machine.run_example("char_lm.py", arguments)
     if done.returncode:
-        raise SystemExit(f"char_lm.py: {shlex.join(command)} failed:\n{done.stderr}")
+        raise SystemExit(f"char_lm.py: {shlex.join(done.args)} failed:\n{done.stderr}")
     result = json.loads((out / "result.json").read_text())
     record = {"row": row, "command": options} | {name: result[name] for name in KEPT}
     record["settings"] = {name: x for name, x in record["settings"].items() if name not in ("text", "out", "resume")}
@@ -92,34 +88,38 @@ def table(store: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_options():
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def parse_options() -> argparse.Namespace:
+    parser = machine.Parser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--text", type=Path, help="file to learn from, as for examples/char_lm.py")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="some of the rows")
     parser.add_argument("--work", type=Path, default=Path("runs/char_lm"), help="folder for curves and checkpoints")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for char_lm.json and char_lm.md")
-    parser.add_argument("--report", action="store_true", help="no runs: the table from the result file")
+    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for char_lm.json and char_lm.md")
+    parser.add_argument("--report", action="store_true", help="run nothing: the table from the result file")
     args = parser.parse_args()
     if args.text is None and not args.report:
         parser.error("--text: give a text file")
     return args
 
 
-def main():
+def main() -> None:
     args = parse_options()
     path = args.out / "char_lm.json"
     if path.is_file():
         store = json.loads(path.read_text())
+    elif args.report:
+        raise SystemExit(f"char_lm.py: there is no {path} to report; leave out --report to measure")
     else:
-        store = provenance(("jax", "jaxlib", "optax", "flax", "numpy")) | {"runs": []}
-    have = {record["row"] for record in store["runs"]}
+        store = provenance.provenance("char_lm", ("jax", "jaxlib", "optax", "flax", "numpy")) | {"runs": []}
     if not args.report:
+        origin = provenance.origin("char_lm")  # the sources may change before the next call
+        have = {record["row"] for record in store["runs"]}
         for row in tqdm([row for row in args.rows if row not in have], unit="run"):
-            store["runs"].append(run(row, args))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(store, indent=1))
-    text = table(store)
-    path.with_suffix(".md").write_text(text)
+            store["runs"].append(run(row, args) | origin)
+            provenance.write(path, json.dumps(store, indent=1))
+    text = provenance.with_note(table(store), store, "char_lm")
+    provenance.write(path.with_suffix(".md"), text)
     print(text)
 
 

@@ -1,16 +1,14 @@
-"""Without a global round, simulated: accuracy of the mean model against bits sent and time, 16, 64 and 256 nodes.
+"""Gossip algorithms, simulated: accuracy of the mean model against bits sent and time, with 16, 64 and 256 nodes.
 
-A network of 9,610 parameters on scikit-learn's digits, every node with its own part of the images. All algorithms make
-the same number of gradient steps, with the same optimiser, schedule and learning rate. One node in 16 is slower.
+A network of 9,610 parameters learns scikit-learn's digits; every node has its own part of the images. All algorithms
+make the same number of gradient steps with the same optimiser, schedule and learning rate. One node in 16 is slower.
 """
 
-import json
+import argparse
 import math
-import os
 import time
 from pathlib import Path
 
-import _machine
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -21,13 +19,15 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import gcjax
+from bench import machine, provenance
 from gcjax import gossip
+from gcjax._types import Array, PyTree
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 STEPS = {16: 600, 64: 400, 256: 600}  # gradient steps per node
-SEEDS = {16: 3, 64: 2, 256: 1}  # all in ten minutes of CPU
+SEEDS = {16: 3, 64: 2, 256: 1}  # the whole takes ten minutes of CPU
 BATCH = 8
 LINK = gcjax.Link(1e8, 100e-6)
 STEP_SECONDS, SLOW, ONE_IN = 5e-3, 2.0, 16
@@ -45,8 +45,10 @@ CASES = {
 DENSE, SWARM, NEIGHBOURS = "all-reduce, large batch", "SwarmSGD, 2 steps, 8 bits", "D-PSGD, ring"
 
 
-def main():
+def main() -> None:
     args = options()
+    packages = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
+    record = provenance.provenance("gossip", packages)
     begin, cpu = time.perf_counter(), time.process_time()
     cases = [
         (nodes, name, seed) for nodes in args.nodes for name in CASES for seed in range(min(args.seeds, SEEDS[nodes]))
@@ -59,29 +61,26 @@ def main():
     settings = {"steps": STEPS, "batch": BATCH, "learning_rate": args.learning_rate}
     settings |= {"link": LINK._asdict(), "step_seconds": STEP_SECONDS, "slow_factor": SLOW, "slow_one_in": ONE_IN}
     took = {"seconds": round(time.perf_counter() - begin), "cpu_seconds": round(time.process_time() - cpu)}
-    packages = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
-    record = _machine.provenance(packages) | took | {"settings": settings}
+    record |= took | {"settings": settings}
     record |= {"speed": [speed(*case) for case in (("full", None), ("8 bits", 8))] if args.speed else []}
     record |= {"runs": runs}
     text = report(record)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gossip.json").write_text(json.dumps(record) + "\n")
-    (args.out / "gossip.md").write_text(text + "\n")
+    provenance.save(args.out, "gossip", record, text, indent=None)
     plot(runs, args.nodes, args.out / "gossip.png")
 
 
-def options():
-    parser = _machine.Parser(description=__doc__.splitlines()[0])
+def options() -> argparse.Namespace:
+    parser = machine.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--seeds", type=int, default=3, help=f"at most so many, of {SEEDS}; medians of them")
+    parser.add_argument("--seeds", type=int, default=3, help=f"at most this many of {SEEDS}; the results are medians")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="at the start; falls to 0 as a cosine")
-    parser.add_argument("--no-speed", dest="speed", action="store_false", help="leave out the events per second")
-    parser.add_argument("--out", type=Path, default=_machine.RESULTS, help="folder for the results")
+    parser.add_argument("--no-speed", dest="speed", action="store_false", help="do not measure events per second")
+    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
     return parser.parse_args()
 
 
-def init_params(key):
+def init_params(key: Array) -> PyTree:
     first, second = jax.random.split(key)
     return {
         "hidden": {"w": jax.random.normal(first, (64, 128)) * math.sqrt(2 / 64), "b": jnp.zeros(128)},
@@ -89,18 +88,18 @@ def init_params(key):
     }
 
 
-def logits(params, images):
+def logits(params: PyTree, images: Array) -> Array:
     hidden = jax.nn.relu(images @ params["hidden"]["w"] + params["hidden"]["b"])
     return hidden @ params["out"]["w"] + params["out"]["b"]
 
 
-def loss_fn(params, batch):
+def loss_fn(params: PyTree, batch: tuple[Array, Array]) -> Array:
     images, labels = batch
     return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels).mean()
 
 
-def load(nodes: int):
-    """Images and labels of the nodes, each with as many; and those to test with."""
+def load(nodes: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Images and labels of the nodes, the same number for each, and those to test with."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     train, test, train_labels, test_labels = train_test_split(
@@ -108,10 +107,11 @@ def load(nodes: int):
     )
     each = len(train) // nodes
     own = [x[: each * nodes].reshape(nodes, each, *x.shape[1:]) for x in (train, train_labels)]
-    return tuple(own), (test, test_labels)
+    return (own[0], own[1]), (test, test_labels)
 
 
-def simulated(nodes: int, name: str, seed: int, learning_rate: float, bar) -> dict:
+def simulated(nodes: int, name: str, seed: int, learning_rate: float, bar: tqdm) -> dict:
+    """The curves of one algorithm and one seed."""
     data, test = load(nodes)
     steps = STEPS[nodes]
 
@@ -138,14 +138,15 @@ def simulated(nodes: int, name: str, seed: int, learning_rate: float, bar) -> di
         **CASES[name],
     )
     found = {"nodes": nodes, "name": name, "seed": seed, "wall_seconds": round(time.perf_counter() - begin, 1)}
-    found |= {k: getattr(curves, k).tolist() for k in ("events", "gradients", "seconds", "bits", "resent", "spread")}
+    found |= {k: getattr(curves, k).tolist() for k in ("events", "gradients", "seconds", "bits", "resent")}
+    found["spread"] = curves.consensus_distance.tolist()
     return found | {k: np.round(v.astype(float), 5).tolist() for k, v in curves.metrics.items()}
 
 
 def speed(name: str, bits: int | None, nodes: int = 256) -> dict:
-    """Events per second of the non-blocking variant, and CPU time of one, which other load hardly changes.
+    """Events per second of non-blocking SwarmSGD, and the CPU time of one, which other load hardly changes.
 
-    Medians of stretches after compilation, and the best.
+    Medians over stretches after compilation, and the best stretch.
     """
     data, _ = load(nodes)
     marks: list = []
@@ -165,7 +166,7 @@ def speed(name: str, bits: int | None, nodes: int = 256) -> dict:
         progress=lambda done, units: marks.append((done, time.perf_counter(), time.process_time())),
     )
     events, seconds, cpu = np.diff(np.array(marks[1:]), axis=0).T  # the first stretch begins before the compilation
-    found = {"name": name, "nodes": nodes, "load": round(os.getloadavg()[0], 1), "best": round(max(events / seconds))}
+    found = {"name": name, "nodes": nodes, "load": machine.load(), "best": round(max(events / seconds))}
     return found | {
         "median": round(float(np.median(events / seconds))),
         "cpu_us": round(1e6 * float(np.median(cpu / events))),
@@ -173,17 +174,17 @@ def speed(name: str, bits: int | None, nodes: int = 256) -> dict:
 
 
 def report(record: dict) -> str:
-    settings, machine = record["settings"], record["machine"]
+    """Markdown: a table for each number of nodes, then what they show."""
+    settings, found = record["settings"], record["machine"]
     runs, parameters = record["runs"], 9610
     link = f"{LINK.bits_per_second / 1e6:.0f} Mbit/s and {1e6 * LINK.latency:.0f} us"
     lines = [
         f"Simulated: scikit-learn's digits, {parameters:,} parameters, SGD with momentum 0.9, learning rate "
-        f"{settings['learning_rate']:g} falling as a cosine, batch {BATCH} a node, medians of the seeds. "
+        f"{settings['learning_rate']:g} with cosine decay, batch {BATCH} a node, medians over the seeds. "
         f"{1e3 * STEP_SECONDS:g} ms a step, one node in {ONE_IN} {SLOW:g} times slower; links of {link}.",
-        "Bits are those sent by a node. Within 0.5: the first moment at which the median accuracy of the mean model is "
-        "within 0.5 points of what large-batch SGD ends with.",
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_at_start']}; {record['cpu_seconds']} s "
-        "of CPU; "
+        "Bits are those sent by a node. Within 0.5: when the median accuracy of the mean model is first within 0.5 "
+        "points of the final accuracy of large-batch SGD.",
+        f"{found['cpu']}, {found['cores']} cores, load {found['load_at_start']}; {record['cpu_seconds']} s of CPU; "
         f"sources {record['source']}; `{record['command']}`.",
     ]
     head = "| algorithm | test accuracy % | train loss | spread | kbit/step | ms/step | Mbit "
@@ -202,19 +203,20 @@ def report(record: dict) -> str:
     return "\n".join(lines)
 
 
-def medians(runs, nodes: int, name: str) -> dict:
+def medians(runs: list[dict], nodes: int, name: str) -> dict[str, np.ndarray]:
     """The curves of one algorithm, medians over its seeds."""
     same = [run for run in runs if (run["nodes"], run["name"]) == (nodes, name)]
     keys = ("gradients", "seconds", "bits", "resent", "spread", "accuracy", "loss")
     return {key: np.median([run[key] for run in same], axis=0) for key in keys}
 
 
-def first_within(row: dict, goal: float) -> int | None:
+def first_within(row: dict[str, np.ndarray], goal: float) -> int | None:
+    """The number of the first moment with this accuracy."""
     there = np.flatnonzero(row["accuracy"] >= goal)
     return int(there[0]) if there.size else None
 
 
-def row_text(name: str, row: dict, goal: float) -> str:
+def row_text(name: str, row: dict[str, np.ndarray], goal: float) -> str:
     steps, seconds = row["gradients"][-1], row["seconds"][-1]
     at = first_within(row, goal)
     there = ("-", "-") if at is None else (f"{row['bits'][at] / 1e6:.1f}", f"{row['seconds'][at]:.2f}")
@@ -223,13 +225,14 @@ def row_text(name: str, row: dict, goal: float) -> str:
     return f"| {' | '.join([name, *cells, *there, str(int(row['resent'][-1]))])} |"
 
 
-def claims(runs) -> list[str]:
+def claims(runs: list[dict]) -> list[str]:
+    """Sentences that compare SwarmSGD with large-batch SGD and D-PSGD."""
     lines = []
     sizes = list(dict.fromkeys(run["nodes"] for run in runs))
     for nodes in sizes:
         dense, swarm, neighbours = (medians(runs, nodes, name) for name in (DENSE, SWARM, NEIGHBOURS))
         gap = swarm["accuracy"][-1] - dense["accuracy"][-1]
-        # The highest accuracy that both reach: the bits of each at the moment when it gets there.
+        # The highest accuracy that both reach, and the bits that each has sent when it gets there.
         goal = min(swarm["accuracy"].max(), neighbours["accuracy"].max())
         ours, theirs = (row["bits"][first_within(row, goal)] for row in (swarm, neighbours))
         lines.append(
@@ -244,7 +247,8 @@ def claims(runs) -> list[str]:
     return lines
 
 
-def plot(runs, sizes, path: Path) -> None:
+def plot(runs: list[dict], sizes: list[int], path: Path) -> None:
+    """Accuracy against bits and against time, a column for each number of nodes."""
     figure, axes = plt.subplots(
         2, len(sizes), figsize=(4.5 * len(sizes), 7.5), sharey=True, squeeze=False, layout="constrained"
     )

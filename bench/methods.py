@@ -1,25 +1,25 @@
-"""What one update of every method costs, alone and with 8 virtual workers, beside the dense mean in the same process.
+"""The cost of one update of every method, alone and with 8 virtual workers, beside the dense mean in the same process.
 
 Compress, exchange and decode are timed together. `variance_compress`, which needs squares, is in `step.py`. Virtual
-workers share the machine's cores: their times say what the arithmetic costs, not what a network would save.
+workers share the machine's cores: their times show what the arithmetic costs, not what a network would save.
 """
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
-import _machine
+from bench import machine, provenance
 
 DENSITY = 0.01
 WORKERS = 8
 WARM_UP = 2
-COLUMNS = 1000  # the model is one matrix of so many columns
+COLUMNS = 1000  # the model is one matrix with this many columns
 
 
-def methods(axis_name) -> dict:
+def methods(axis_name: str | None) -> dict[str, Callable]:
     """Label -> a function that makes the transform."""
     import jax
 
@@ -56,41 +56,40 @@ def methods(axis_name) -> dict:
     }
 
 
-def main():
+def main() -> None:
     args = options()
     if args.child:
-        print(json.dumps(job(json.loads(args.child))))
+        job = json.loads(args.child)
+        print(json.dumps(measure(job) if job["method"] else measure_selection(job)))
         return
-    record = _machine.provenance() | {
+    record = provenance.provenance("methods") | {
         "settings": {"repeats": args.repeats, "density": DENSITY, "workers": WORKERS, "malloc": "default"},
         "rows": [],
         "selection": [],
     }
     sizes = [1_000_000] if args.quick else [1_000_000, 10_000_000]
     for size in sizes:
-        request = {"size": size, "repeats": args.repeats, "method": None}
-        record["selection"].append(_machine.run_child(sys.executable, request, "default"))
+        job = {"size": size, "repeats": args.repeats, "method": None}
+        record["selection"].append(machine.run_child("bench.methods", sys.executable, job, "default"))
     names = args.only or list(methods(None))
     cases = [(size, workers, name) for size in sizes for workers in (1, WORKERS) for name in names]
     try:
         for size, workers, method in cases:
-            load = round(os.getloadavg()[0], 1)
-            request = {"size": size, "repeats": args.repeats, "method": method, "workers": workers}
-            row = _machine.run_child(sys.executable, request, "default")
+            load = machine.load()
+            job = {"size": size, "repeats": args.repeats, "method": method, "workers": workers}
+            row = machine.run_child("bench.methods", sys.executable, job, "default")
             record["rows"].append({"method": method, "size": size, "workers": workers, "load": load} | row)
             print(f"{method:<18} {size:>10,} x {workers} {row['step_ms']:>8} ms", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted: what is measured by now is written", file=sys.stderr)
+        print("interrupted: what has been measured is written", file=sys.stderr)
     text = table(record)
     print(text)
     if not (args.quick or args.only):
-        _machine.RESULTS.mkdir(parents=True, exist_ok=True)
-        (_machine.RESULTS / "methods.json").write_text(json.dumps(record, indent=1) + "\n")
-        (_machine.RESULTS / "methods.md").write_text(text + "\n")
+        provenance.save(provenance.RESULTS, "methods", record, text)
 
 
 def options() -> argparse.Namespace:
-    parser = _machine.Parser(description=__doc__.splitlines()[0])
+    parser = machine.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these rows only; writes no files")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls (default 9)")
@@ -103,63 +102,68 @@ def options() -> argparse.Namespace:
     return args
 
 
-def job(job) -> dict:
+class Update:
+    """A compiled update that is run on the same gradient and state each time, in the buffers of its last run."""
+
+    def __init__(self, name: str, workers: int, gradient, mesh):
+        import jax
+        import jax.numpy as jnp
+
+        import gcjax
+
+        axis_name = "data" if workers > 1 else None
+        tx = methods(axis_name)[name]()
+        state = gcjax.place(tx.init(jnp.zeros((len(gradient) // workers, COLUMNS))), mesh)
+        step = tx.update
+        if axis_name:
+            specs = (jax.P("data"), gcjax.state_specs(state))
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
+        self.fresh = (gradient, state)
+        begin = time.perf_counter()
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*self.fresh).compile()
+        self.compile_s = time.perf_counter() - begin
+        self.used = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.fresh)
+        self._refill = jax.jit(
+            lambda old, new: jax.tree.map(lambda a, b: (a * 0 + b).astype(b.dtype), old, new), donate_argnums=0
+        )
+
+    def seconds(self) -> float:
+        import jax
+
+        arguments = jax.block_until_ready(self._refill(self.used, self.fresh))
+        begin = time.perf_counter()
+        self.used = jax.block_until_ready(self.compiled(*arguments))
+        return time.perf_counter() - begin
+
+
+def measure(job: dict) -> dict:
+    """Times of a method's update, the dense mean and the six-stream pass, taken round-robin in this process."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if job["method"] is None:
-        return selection(job)
     jax.config.update("jax_num_cpu_devices", job["workers"])
     import jax.numpy as jnp
 
     import gcjax
 
     workers, size = job["workers"], job["size"]
-    axis_name = "data" if workers > 1 else None
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    over = jax.NamedSharding(mesh, jax.P("data"))
-    shape = (workers * size // COLUMNS, COLUMNS)
-    original = jax.jit(lambda key: jax.random.normal(key, shape), out_shardings=over)(jax.random.key(1))
-    refill = jax.jit(
-        lambda old, new: jax.tree.map(lambda a, b: (a * 0 + b).astype(b.dtype), old, new), donate_argnums=0
-    )
-
-    def prepare(name):
-        tx = methods(axis_name)[name]()
-        state = gcjax.place(tx.init(jnp.zeros((size // COLUMNS, COLUMNS))), mesh)
-        step = tx.update
-        if axis_name:
-            specs = (jax.P("data"), gcjax.state_specs(state))
-            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs)
-        fresh = (original, state)
-        begin = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*fresh).compile()
-        return compiled, fresh, time.perf_counter() - begin
-
-    def timed(compiled, fresh, used):
-        """Run on gradient and state as at the start, in the buffers of the last run; return seconds and results."""
-        arguments = jax.block_until_ready(refill(used, fresh))
-        begin = time.perf_counter()
-        used = jax.block_until_ready(compiled(*arguments))
-        return time.perf_counter() - begin, used
-
-    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-    ours, fresh, compile_s = prepare(job["method"])
-    dense, dense_fresh, _ = prepare("dense float32")
-    used, dense_used = copy(fresh), copy(dense_fresh)
+    over, shape = jax.NamedSharding(mesh, jax.P("data")), (workers * size // COLUMNS, COLUMNS)
+    gradient = jax.jit(lambda key: jax.random.normal(key, shape), out_shardings=over)(jax.random.key(1))
+    ours, dense = (Update(name, workers, gradient, mesh) for name in (job["method"], "dense float32"))
     add = jax.jit(lambda r, v, g, s: (r + g, v + s), donate_argnums=(0, 1))
-    r, v, g = copy(original), copy(original), copy(original)
+    copy = jax.jit(jnp.copy)
+    r, v, s = copy(gradient), copy(gradient), copy(gradient)
     steps, denses, passes = [], [], []
     for turn in range(WARM_UP + job["repeats"]):
-        dense_time, dense_used = timed(dense, dense_fresh, dense_used)
-        step_time, used = timed(ours, fresh, used)
+        dense_time, step_time = dense.seconds(), ours.seconds()
         begin = time.perf_counter()
-        r, v = jax.block_until_ready(add(r, v, original, g))
+        r, v = jax.block_until_ready(add(r, v, gradient, s))
         if turn >= WARM_UP:
             passes.append(time.perf_counter() - begin)
             steps.append(step_time)
             denses.append(dense_time)
-    info = gcjax.info(used[1])
+    info = gcjax.info(ours.used[1])
     return {
         "step_ms": round(1e3 * statistics.median(steps), 2),
         "step_min_ms": round(1e3 * min(steps), 2),
@@ -171,14 +175,16 @@ def job(job) -> dict:
         "sent": int(info.sent.mean()),
         "bits_per_entry": round(float(info.payload_bits.mean()) / size, 4),
         "wire_ratio": round(info.wire_ratio, 2) if workers > 1 else None,
-        "temporaries_over_n": round(ours.memory_analysis().temp_size_in_bytes / 4 / size, 2),
-        "compile_s": round(compile_s, 1),
+        "temporaries_over_n": round(ours.compiled.memory_analysis().temp_size_in_bytes / 4 / size, 2),
+        "compile_s": round(ours.compile_s, 1),
     }
 
 
-def selection(job) -> dict:
-    """The k largest of N by `lax.top_k` and by the threshold search, as indices and as a mask of words."""
+def measure_selection(job: dict) -> dict:
+    """The k largest of N by `lax.top_k` as indices, and by the threshold search as a packed mask."""
     import jax
+
+    jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
     from gcjax._sparse import compaction, selection
@@ -191,7 +197,7 @@ def selection(job) -> dict:
         lambda x: compaction.slot_indices(compaction.assign_slots(selection.top_k_mask(x, k), jnp.int32(0)), k)
     )
     if set(ours(x).tolist()) != set(theirs(x).tolist()):
-        raise SystemExit("the two selections differ")
+        raise SystemExit("lax.top_k and the threshold search select different entries")
     times: dict = {"lax": [], "search": []}
     for _ in range(job["repeats"]):
         for name, run in (("lax", theirs), ("search", ours)):
@@ -209,11 +215,11 @@ def selection(job) -> dict:
     }
 
 
-def table(record) -> str:
-    machine, versions = record["machine"], ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+def table(record: dict) -> str:
+    """Markdown."""
     lines = [
-        f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, {machine['memory_gb']} GB.",
-        f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`.",
+        provenance.machine_line(record),
+        provenance.versions_line(record),
         f"Milliseconds, medians (minima). One leaf of {COLUMNS} columns; sparse methods at density {DENSITY}.",
         "",
         "| method | N | step, 1 worker | / pass | of minima | temporaries / N words | bits / entry "
@@ -233,18 +239,17 @@ def table(record) -> str:
             one["over_pass_minima"],
             one["temporaries_over_n"],
             one["bits_per_entry"],
-            *(
-                [f"{many['step_ms']:.1f} ({many['step_min_ms']:.1f})", many["over_dense"], many["wire_ratio"]]
-                if many
-                else "---"
-            ),
         ]
+        if many:
+            cells += [f"{many['step_ms']:.1f} ({many['step_min_ms']:.1f})", many["over_dense"], many["wire_ratio"]]
+        else:
+            cells += ["-"] * 3
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines.append("")
     for row in record["selection"]:
         lines.append(
             f"The {row['k']:,} largest of {row['size']:,}: `lax.top_k` {row['lax_top_k_ms']} ms, threshold search "
-            f"{row['search_ms']} ms, {row['ratio']} times faster ({row['ratio_of_minima']} of minima)."
+            f"{row['search_ms']} ms, {row['ratio']} times faster ({row['ratio_of_minima']} by minima)."
         )
     return "\n".join(lines)
 

@@ -1,28 +1,28 @@
-"""Cost of `value_and_moments` beside plain `jax.value_and_grad`: time, temporary memory, compile time.
+"""The cost of `value_and_moments` beside plain `jax.value_and_grad`: time, temporary memory, compile time.
 
-    python bench/moments.py [--models MLP CNN] [--rounds 15] [--torch-python PYTHON] [--out bench/results]
+    python -m bench.moments [--models MLP CNN] [--rounds 15] [--torch-python PYTHON] [--out bench/results]
 
-Timings of one model are taken in turn (plain, moments, plain, moments, ...); a ratio is the median of the ratios of
-neighbours, so that other work on the machine hits both alike. BackPACK and torch.func run in a process of their own,
-with --torch-python if torch is installed elsewhere; without torch they are skipped with a message.
+The functions of a model are timed round-robin. A ratio is the median of the ratios within the rounds, so that other
+work on the machine affects both alike. BackPACK and torch.func run in a process of their own; without torch they are
+skipped with a message.
 """
 
 import argparse
 import functools
 import inspect
 import json
-import os
-import pathlib
-import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
-from moments_models import MODELS
 
 import gcjax
+from bench import machine, provenance
+from bench.moments_models import MODELS
 
 TARGETS = {
     "MLP, batch 16": 1.50,
@@ -38,11 +38,10 @@ TARGETS = {
     "RNN": 1.05,
 }
 WITH_PLAIN_METHODS = ("MLP, batch 64", "CNN")
-HERE = pathlib.Path(__file__).parent
 
 
-def compiled(fn, *args):
-    """Compile; returns the executable, seconds of tracing and compiling, and MiB of temporaries."""
+def compiled(fn: Callable, *args) -> tuple[Callable, float, float]:
+    """The executable, seconds of tracing and compiling, and MiB of temporaries."""
     start = time.perf_counter()
     executable = jax.jit(fn).lower(*args).compile()
     seconds = time.perf_counter() - start
@@ -50,8 +49,8 @@ def compiled(fn, *args):
     return executable, seconds, executable.memory_analysis().temp_size_in_bytes / 2**20
 
 
-def seconds_in_turn(executables, args, rounds):
-    """Array `[rounds, executables]` of seconds."""
+def seconds_in_turn(executables: list[Callable], args: tuple, rounds: int) -> np.ndarray:
+    """float64[rounds, executables], seconds of each call. The executables are called round-robin."""
     times = np.zeros((rounds, len(executables)))
     for i in range(rounds):
         for j, executable in enumerate(executables):
@@ -61,7 +60,7 @@ def seconds_in_turn(executables, args, rounds):
     return times
 
 
-def measure(name, rounds):
+def measure(name: str, rounds: int) -> dict:
     """One row of results for a model."""
     loss, params, batch, sample_axis = MODELS[name]()
     plain_loss = loss
@@ -87,41 +86,16 @@ def measure(name, rounds):
     return row
 
 
-def torch_peers(python, rounds):
-    """BackPACK and torch.func on the same models, or a message."""
-    command = [python, str(HERE / "moments_torch.py"), str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def torch_peers(python: str, rounds: int) -> dict:
+    """BackPACK and torch.func on the same models, or the reason why they are skipped."""
+    command = [python, "-m", "bench.moments_torch", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=machine.ROOT)
     if done.returncode:
         return {"skipped": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "torch process failed"}
     return json.loads(done.stdout)
 
 
-def describe_machine():
-    model = platform.processor()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
-    return {
-        "processor": model,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "backend": jax.default_backend(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-        "commit": "unknown" if commit.returncode else commit.stdout.strip(),
-        "command": " ".join(
-            ["python", "bench/moments.py", *("PYTHON" if os.path.isabs(a) else a for a in sys.argv[1:])]
-        ),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def model_line(row):
+def model_line(row: dict) -> str:
     plain, ours = row["plain"], row["moments"]
     low, high = ours["ratio_quartiles"]
     cells = [
@@ -140,12 +114,11 @@ def model_line(row):
     return "| " + " | ".join(cells) + " |"
 
 
-def table(result):
-    """The results as a Markdown table."""
-    machine = result["machine"]
+def table(result: dict) -> str:
+    """Markdown."""
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores, jax {machine['jax']}. "
-        f"Load average before the first model: {machine['load_average']:.1f}.",
+        f"{provenance.machine_line(result)} Load average at the start: {result['machine']['load_at_start']:.1f}.",
+        provenance.versions_line(result),
         "",
         "| model | plain ms | moments ms | ratio | quartiles | of fastest | target "
         "| temporaries MiB | ratio | compile s | ratio |",
@@ -165,27 +138,25 @@ def table(result):
             lines.append(f"| {row['model']}, torch, {label} | {cells}")
     if "skipped" in result["torch"]:
         lines.append(f"| torch skipped: {result['torch']['skipped']} | | | |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = machine.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), help="names, or parts of names")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--torch-python", default=sys.executable)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    options = parser.parse_args()
-    machine = describe_machine()
-    rows = []
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls (default 15)")
+    parser.add_argument("--torch-python", type=machine.interpreter, default=sys.executable, help=machine.TORCH_HELP)
+    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
+    args = parser.parse_args()
+    record = provenance.provenance("moments") | {"models": []}
     for name in MODELS:
-        if any(part in name for part in options.models):
-            rows.append(measure(name, options.rounds))
-            print(f"{name}: {rows[-1]['moments']['ratio']:.2f}", flush=True)
-    result = {"machine": machine, "models": rows, "torch": torch_peers(options.torch_python, options.rounds)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "moments.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "moments.md").write_text(table(result))
-    print(table(result))
+        if any(part in name for part in args.models):
+            record["models"].append(measure(name, args.rounds))
+            print(f"{name}: {record['models'][-1]['moments']['ratio']:.2f}", flush=True)
+    record["torch"] = torch_peers(args.torch_python, args.rounds)
+    text = table(record)
+    provenance.save(args.out, "moments", record, text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,35 @@
-"""The models of bench/moments.py, in plain JAX: name -> function giving (loss_fn, params, batch, sample_axis)."""
+"""The models of moments.py, in plain JAX. Each function returns (loss_fn, params, batch, sample_axis)."""
 
 import functools
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gcjax._types import Array, PyTree
 
-def _normal(rng, *shape):
+Model = tuple[Callable[..., Array], PyTree, dict[str, Array], str | None]
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> Array:
     fan_in = int(np.prod(shape[:-1])) or 1
     return jnp.asarray(rng.normal(size=shape) / np.sqrt(fan_in), jnp.float32)
 
 
-def _cross_entropy(logits, labels):
+def _cross_entropy(logits: Array, labels: Array) -> Array:
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
     return -jnp.mean(picked)
 
 
-def _labelled(rng, size, *shape, classes=10):
+def _labelled(rng: np.random.Generator, size: int, *shape: int, classes: int = 10) -> dict[str, Array]:
     x = jnp.asarray(rng.normal(size=(size, *shape)), jnp.float32)
     return {"x": x, "y": jnp.asarray(rng.integers(0, classes, size), jnp.int32)}
 
 
-def mlp(size):
+def mlp(size: int) -> Model:
     rng = np.random.default_rng(0)
     widths = [784, 512, 512, 10]
     params = [{"w": _normal(rng, a, b), "b": jnp.zeros(b)} for a, b in itertools.pairwise(widths)]
@@ -37,16 +43,16 @@ def mlp(size):
     return loss, params, _labelled(rng, size, 784), None
 
 
-def _conv(x, kernel, stride=1):
+def _conv(x: Array, kernel: Array, stride: int = 1) -> Array:
     return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _pool(x):
+def _pool(x: Array) -> Array:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
-def plain_cnn(channels, dense, size=64):
-    """3x3 convolutions with "M" for max pooling, then dense layers, on 32x32 images."""
+def plain_cnn(channels: Sequence[int | Literal["M"]], dense: Sequence[int], size: int = 64) -> Model:
+    """3x3 convolutions, with "M" for max pooling, then dense layers, on 32x32 images."""
     rng = np.random.default_rng(0)
     kernels, space, width = [], 32, 3
     for item in channels:
@@ -74,16 +80,16 @@ def plain_cnn(channels, dense, size=64):
     return loss, {"convs": kernels, "head": head}, _labelled(rng, size, 32, 32, 3), None
 
 
-def cnn():
+def cnn() -> Model:
     return plain_cnn([32, 32, "M", 64, 64, "M", 128, 128, "M"], [256, 10])
 
 
-def vgg16():
+def vgg16() -> Model:
     blocks = [64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"]
     return plain_cnn(blocks, [512, 10])
 
 
-def _group_norm(x, p, groups=8):
+def _group_norm(x: Array, p: dict[str, Array], groups: int = 8) -> Array:
     shape = x.shape
     x = x.reshape(*shape[:3], groups, shape[3] // groups)
     mean = x.mean((1, 2, 4), keepdims=True)
@@ -91,14 +97,14 @@ def _group_norm(x, p, groups=8):
     return ((x - mean) * jax.lax.rsqrt(var + 1e-5)).reshape(shape) * p["scale"] + p["bias"]
 
 
-def _batch_norm(x, p, axis):
+def _batch_norm(x: Array, p: dict[str, Array], axis: str | None) -> Array:
     mean, square = x.mean((0, 1, 2)), jnp.square(x).mean((0, 1, 2))
     if axis is not None:
         mean, square = jax.lax.pmean((mean, square), axis)
     return (x - mean) * jax.lax.rsqrt(square - jnp.square(mean) + 1e-5) * p["scale"] + p["bias"]
 
 
-def resnet20(norm, size=64):
+def resnet20(norm: Literal["group", "batch"], size: int = 64) -> Model:
     rng = np.random.default_rng(0)
     plan = [(width, 2 if width > 16 and i == 0 else 1) for width in (16, 32, 64) for i in range(3)]
 
@@ -127,7 +133,9 @@ def resnet20(norm, size=64):
     return loss, params, _labelled(rng, size, 32, 32, 3), "batch" if norm == "batch" else None
 
 
-def transformer(tied=False, layers=4, width=256, length=128, vocabulary=1000, size=16):
+def transformer(
+    tied: bool = False, layers: int = 4, width: int = 256, length: int = 128, vocabulary: int = 1000, size: int = 16
+) -> Model:
     rng = np.random.default_rng(0)
     if tied:
         vocabulary = 4000
@@ -173,7 +181,7 @@ def transformer(tied=False, layers=4, width=256, length=128, vocabulary=1000, si
     return loss, params, {"x": tokens[0], "y": tokens[1]}, None
 
 
-def scanned_blocks(layers=8, width=256, length=64, size=16):
+def scanned_blocks(layers: int = 8, width: int = 256, length: int = 64, size: int = 16) -> Model:
     rng = np.random.default_rng(0)
     params = {
         "up": jnp.stack([_normal(rng, width, 4 * width) for _ in range(layers)]),
@@ -190,7 +198,7 @@ def scanned_blocks(layers=8, width=256, length=64, size=16):
     return loss, params, {"x": jnp.asarray(rng.normal(size=(size, length, width)), jnp.float32)}, None
 
 
-def rnn(width=256, length=64, size=16):
+def rnn(width: int = 256, length: int = 64, size: int = 16) -> Model:
     rng = np.random.default_rng(0)
     params = {"w": _normal(rng, width, width), "u": _normal(rng, width, width), "b": jnp.zeros(width)}
 
@@ -205,7 +213,7 @@ def rnn(width=256, length=64, size=16):
     return loss, params, {"x": jnp.asarray(rng.normal(size=(size, length, width)), jnp.float32)}, None
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], Model]] = {
     "MLP, batch 16": functools.partial(mlp, 16),
     "MLP, batch 64": functools.partial(mlp, 64),
     "MLP, batch 256": functools.partial(mlp, 256),

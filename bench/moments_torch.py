@@ -1,4 +1,4 @@
-"""BackPACK's SumGradSquared and torch.func's vmap(grad) on the MLP and the CNN; run by bench/moments.py.
+"""BackPACK's SumGradSquared and torch.func's vmap(grad) on the MLP and the CNN; run by moments.py.
 
 Prints JSON. Fails with a one-line message when torch or BackPACK is not installed.
 """
@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 try:
     import torch
@@ -20,11 +21,13 @@ from torch import nn
 warnings.simplefilter("ignore")
 
 
-def mlp():
+def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+    """The model and the shape of an example."""
     return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)), (784,)
 
 
-def cnn():
+def cnn() -> tuple[nn.Module, tuple[int, ...]]:
+    """The same of a convolutional network."""
     layers, width = [], 3
     for out in (32, 64, 128):
         for _ in range(2):
@@ -34,7 +37,7 @@ def cnn():
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 4 * 128, 256), nn.ReLU(), nn.Linear(256, 10)), (3, 32, 32)
 
 
-def steps(model, x, y):
+def steps(model: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable]:
     """Functions that compute the plain gradient, and the sum of squares in two ways."""
     criterion = nn.CrossEntropyLoss()
     plain_model, extended = model(), extend(model())
@@ -63,7 +66,7 @@ def steps(model, x, y):
     return {"plain": plain, "backpack": with_backpack, "torch.func": with_func}
 
 
-def measure(name, build, rounds):
+def measure(name: str, build: Callable, rounds: int) -> dict:
     model, shape = build()
     del model
     x, y = torch.randn(64, *shape), torch.randint(0, 10, (64,))

@@ -1,76 +1,85 @@
-"""How well the planner's model predicts the times that bench/network.py measured: measured, predicted, error.
+"""How well the planner's model predicts the times that bench.network measured: measured, predicted, error.
 
-What a step computes is its time alone, on all hosts at once, plus what decoding the other hosts' payloads costs by the
-table of `gcjax.measure_costs`. The network is the planner's, with the latency of a scalar maximum and the rate of the
-link. Two things are taken from the collectives measured in the same run: the rate of unlimited links, and how far
-gloo's collectives of more than a megabyte, which do not always send and receive at once, stay behind the model.
+The computing part of a step is its time alone, on all hosts at once, plus the cost of decoding the other hosts'
+payloads by the table of `gcjax.measure_costs`. The network is the planner's, with the latency of a scalar maximum and
+the link's rate. Two things come from the collectives measured in the same run: the rate of unlimited links, and how far
+gloo's collectives of more than a megabyte, which do not always send and receive at once, fall behind the model.
 """
 
+import argparse
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import _machine
-import _network_jax
 from tqdm import tqdm
 
 import gcjax
+from bench import machine, provenance
+from bench.network import jax_workers
 from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, transfers_of
-from gcjax._planner.costs import known_costs
+from gcjax._planner.costs import Cost, known_costs
 from gcjax._planner.network import EFFICIENCY
 
 GOOD = 0.15
 BUFFERED = 2**20  # bytes: below this, the sockets' buffers take what is sent meanwhile
-FREE = 10e9  # bits per second to begin with, where there is no limit
+FREE = 10e9  # bits per second, a first guess where there is no limit
 COST_OF = {"variance": "variance", "top-k": "top_k", "dense float16": "dense float16"}  # rows that decode every payload
 
 
-def main():
+def main() -> None:
     args = options()
     record = json.loads(args.file.read_text())
-    costs = dict.fromkeys(COST_OF.values(), (0, 0, args.decode_ns * 1e-9)) if args.decode_ns else known_costs(
-        COST_OF.values(), lambda done, count, name: print(f"measuring {name}, {done + 1} of {count}")
-    )  # fmt: skip
+    if args.decode_ns:
+        costs = dict.fromkeys(COST_OF.values(), Cost(0, 0, args.decode_ns * 1e-9))
+    else:
+        costs = known_costs(
+            COST_OF.values(), lambda done, count, name: print(f"measuring {name}, {done + 1} of {count}")
+        )
     rows = [
         predicted(row, record, costs)
         for row in tqdm(record["rows"], desc="rows", disable=None)
         if row["side"] == "jax" and find(record["alone"], row, "hosts", "parameters", "malloc", "row")
     ]
     text = table(rows, record, args.file.name)
-    print(text)
+    print(provenance.with_note(text, record, "network"))
     if args.out:
-        (args.out / "plan_errors.json").write_text(json.dumps({"of": args.file.name, "rows": rows}, indent=1) + "\n")
-        (args.out / "plan_errors.md").write_text(text + "\n")
+        measured = {"result": "network", "commit": record["commit"], "source": record["source"]}
+        found = provenance.provenance("plan_errors") | {"of": args.file.name, "measured": measured, "rows": rows}
+        provenance.save(args.out, "plan_errors", found, text)
 
 
-def options():
-    parser = _machine.Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", default=_machine.RESULTS / "network.json", help="of network.py")
+def options() -> argparse.Namespace:
+    parser = machine.Parser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=provenance.RESULTS / "network.json", help="of bench.network"
+    )
     parser.add_argument("--out", type=Path, help="folder for plan_errors.md and plan_errors.json")
     parser.add_argument("--decode-ns", type=float, help="nanoseconds of decoding a byte, instead of measured costs")
     args = parser.parse_args()
     for path in (args.file, args.out):
         if path and not path.exists():
-            parser.error(f"there is no {path.name}; run bench/network.py first")
+            parser.error(f"there is no {path}; run bench.network first")
     return args
 
 
-def find(rows, like, *keys):
-    """The row that agrees with `like` in the keys, None if there is none."""
+def find(rows: Iterable[dict], like: dict, *keys: str) -> dict | None:
+    """The first row that agrees with `like` in the keys."""
     return next((row for row in rows if all(row[key] == like[key] for key in keys)), None)
 
 
-def predicted(row: dict, record: dict, costs) -> dict:
+def predicted(row: dict, record: dict, costs: Mapping[str, Cost]) -> dict:
+    """A row of the network's record with its predicted times and the error."""
     hosts, parameters = row["hosts"], row["parameters"]
-    kind, make = _network_jax.ROWS[row["row"]]
-    # The step's own capacity in place of the ladder, of which the planner would take the largest.
+    kind, make = jax_workers.ROWS[row["row"]]
+    # The step's own capacity instead of the ladder, of which the planner would take the largest.
     tx = gcjax.variance_compress(capacity=row["capacity"]) if "adaptive" in row["row"] else make(gcjax, parameters, {})
-    squares = _network_jax.GRADIENTS[kind] is not None
+    squares = jax_workers.GRADIENTS[kind] is not None
     alone, together = (transfers_of(tx, model_of(parameters), workers, squares) for workers in (1, hosts))
-    if row["row"] == _network_jax.PLAIN:  # no transform of gcjax: a mean of every leaf, which XLA makes one of
+    if row["row"] == jax_workers.PLAIN:  # no transform of gcjax, but a mean of every leaf: XLA joins them
         together = (Transfer("all_reduce", 4 * parameters),)
     more = sum(arriving_bytes(m, hosts) for m in together) - sum(arriving_bytes(m, 1) for m in alone)
-    per_byte = next((costs[cost][2] for name, cost in COST_OF.items() if row["row"].startswith(name)), 0.0)
-    # Decoding is of one thread: more hosts than cores take turns.
+    per_byte = next((costs[cost].per_byte for name, cost in COST_OF.items() if row["row"].startswith(name)), 0.0)
+    # Decoding uses one thread: hosts take turns if there are more than cores.
     decode = max(more, 0) * per_byte * max(1.0, hosts / record["machine"]["cores"])
     compute = find(record["alone"], row, "hosts", "parameters", "malloc", "row")["ms"] / 1e3 + decode
     wire = sum(link(message, row, record).seconds(message, hosts) for message in together)
@@ -85,7 +94,7 @@ def predicted(row: dict, record: dict, costs) -> dict:
 
 
 def link(message: Transfer, row: dict, record: dict) -> gcjax.Link:
-    """The link of a row as one message finds it."""
+    """The link of a row as seen by one message."""
     same = [c for c in record["collectives"] if all(c[key] == row[key] for key in ("hosts", "link_mbit", "malloc"))]
     scalar = next(c for c in same if c["kind"] == "scalar_max")
     latency = scalar["ms"] / 1e3 / max((row["hosts"] - 1).bit_length(), 1)
@@ -95,16 +104,17 @@ def link(message: Transfer, row: dict, record: dict) -> gcjax.Link:
     if limited and message.bytes < BUFFERED:
         return of_model
     largest = max((c for c in same if c["kind"] == kind), key=lambda c: c["bytes"])
-    # Two latencies are enough to tell what is left for the bytes: the largest message takes far longer.
+    # Subtracting two latencies is exact enough: the largest message takes far longer.
     bare = of_model._replace(latency=0.0).seconds(Transfer(kind, largest["bytes"]), row["hosts"])
     return of_model._replace(efficiency=EFFICIENCY * bare / max(largest["ms"] / 1e3 - 2 * latency, 1e-9))
 
 
 def table(rows: list[dict], record: dict, name: str) -> str:
-    machine = record["machine"]
+    """Markdown."""
+    found = record["machine"]
     good = [row for row in rows if abs(row["error"]) <= GOOD]
     lines = [
-        f"Measured: {name}, {machine['cpu']}, {machine['cores']} cores shared by all hosts; commit "
+        f"Measured: {name}, {found['cpu']}, {found['cores']} cores shared by all hosts; commit "
         f"{record['commit'][:12]}. Milliseconds, medians.",
         f"{len(good)} of {len(rows)} predictions are within {100 * GOOD:.0f} % of the measurement.",
         "",

@@ -1,17 +1,18 @@
-"""How the methods scale by the planner's model: 2 to 65,536 workers, three links, flat and with 8 workers to a host.
+"""How the methods scale by the planner's model: 2 to 65,536 workers, three links, flat and with 8 workers per host.
 
-Speed-up is over dense float32 at the same number of workers. Efficiency is the share of the step that is not spent on
-compressing and exchanging. What compressing costs was measured on one device: by `gcjax.measure_costs`, here.
+Speed-up is over dense float32 with the same number of workers. Efficiency is the share of the step that is not spent
+on compressing and exchanging. The cost of compressing is measured on this device by `gcjax.measure_costs`.
 """
 
-import json
+import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
-import _machine
 import matplotlib
 from tqdm import tqdm
 
 import gcjax
+from bench import machine, provenance
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,29 +26,28 @@ PLACES = {"flat": {}, f"{INNER} per host": {"inner_workers": INNER, "inner_link"
 METHODS = ["variance", "variance (reduce_scatter)", "top_k (reduce_scatter)", "random_k", "onebit", "power_sgd rank 2"]
 
 
-def main():
+def main() -> None:
     args = options()
+    record = provenance.provenance("scaling")
     costs = measured() if args.compute == "measured" else dict.fromkeys(["dense float32", *METHODS], (0.0, 0.0, 0.0))
     settings = {"parameters": PARAMETERS, "step_time": STEP_TIME, "density": 0.01, "compute": args.compute}
-    record = _machine.provenance() | {"settings": settings | {"costs": costs}, "rows": rows(costs)}
+    record |= {"settings": settings | {"costs": costs}, "rows": rows(costs)}
     text = table(record)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scaling.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "scaling.md").write_text(text + "\n")
+    provenance.save(args.out, "scaling", record, text)
     plot(record["rows"], args.out / "scaling.png")
 
 
-def options():
-    parser = _machine.Parser(description=__doc__.splitlines()[0])
+def options() -> argparse.Namespace:
+    parser = machine.Parser(description=__doc__.splitlines()[0])
     compute = ("measured", "none")
     parser.add_argument("--compute", choices=compute, default="measured", help="none: as if compressing cost nothing")
-    parser.add_argument("--out", type=Path, default=_machine.RESULTS, help="folder for the results")
+    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
     return parser.parse_args()
 
 
-def measured() -> dict:
-    """What the methods cost on this device, measured now."""
+def measured() -> Mapping[str, tuple[float, float, float]]:
+    """The methods' costs on this device, measured now."""
     names = ["dense float32", *METHODS]
     with tqdm(total=len(names), desc="measuring", disable=None) as bar:
 
@@ -58,7 +58,8 @@ def measured() -> dict:
         return gcjax.measure_costs(progress, names)
 
 
-def rows(costs) -> list[dict]:
+def rows(costs: Mapping[str, tuple[float, float, float]]) -> list[dict]:
+    """The planner's prediction for every place, number of workers, link and method."""
     found = []
     cases = [(place, workers) for place in PLACES for workers in WORKERS if not (PLACES[place] and workers <= INNER)]
     for place, workers in tqdm(cases, desc="planning", disable=None):
@@ -77,6 +78,7 @@ def rows(costs) -> list[dict]:
 
 
 def table(record: dict) -> str:
+    """Markdown, a table for each link and place."""
     lines = [
         f"Predicted by `gcjax.plan`, not measured: {PARAMETERS:,} parameters, {1e3 * STEP_TIME:.0f} ms a step without "
         "exchange, 50 us a message, density 1/100. Speed-up over dense float32 (scaling efficiency in %).",
@@ -102,7 +104,7 @@ def cell(row: dict) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Efficiency against workers; a line stops where a worker would gather more than 10 GB."""
+    """Efficiency against workers. A line stops where a worker would gather more than 10 GB."""
     figure, axes = plt.subplots(
         len(PLACES), len(LINKS), figsize=(13, 7), sharex=True, sharey=True, layout="constrained"
     )

@@ -1,46 +1,44 @@
-"""Time of one whole update of `gcjax.variance_compress` on one worker, against a plain pass over the same arrays.
+"""Time of one whole update of `gcjax.variance_compress` on one worker, as a multiple of a plain pass over the arrays.
 
-The update accumulates, selects, compacts, packs, resets and decodes. It is timed next to the six-stream pass `r + g`,
-`v + s` (four reads, two writes, in place), turn by turn in one process, and given as a multiple of it. The same step
-written in PyTorch runs in processes of its own. Both sides run with glibc's default malloc and with one that keeps
-freed memory. The density is what was asked for: alpha = 1, normal gradients, a fresh state before each call, and
-constant squares z**2 with P(|g| > z) = density.
+The update accumulates, selects, compacts, packs, resets and decodes. It is timed alternately with the six-stream pass
+`r + g`, `v + s` (four reads, two writes, in place) in one process. The same step written in PyTorch runs in processes
+of its own. Both sides run with glibc's default malloc and with one that keeps freed memory. The density is exact:
+alpha = 1, normal gradients, a fresh state before each call, and constant squares z**2 with P(|g| > z) = density.
 """
 
+import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 
-import _machine
+from bench import machine, provenance
 
 SIZES = (1_000_000, 10_000_000, 25_000_000)
-DENSITIES = (10, 100, 1000)  # one entry in so many is sent
+DENSITIES = (10, 100, 1000)  # one entry in this many is sent
 MANY_LEAVES = 20
-WAIT_POLICIES = ("ACTIVE", "PASSIVE")  # of PyTorch's OpenMP threads: the first wins on an idle machine, else the second
+WAIT_POLICIES = ("ACTIVE", "PASSIVE")  # of PyTorch's OpenMP threads: the first is faster only on an idle machine
 WARM_UP = 5
 DECAY = 0.999
 
 
-def main():
+def main() -> None:
     args = options()
     if args.child:
         job = json.loads(args.child)
         print(json.dumps(jax_job(job) if job["side"] == "jax" else torch_job(job)))
         return
-    torch_python = find_torch(args.torch_python)
+    torch_python = machine.find_torch(args.torch_python)
     sizes = SIZES[:1] if args.quick else SIZES
     cases = [(size, 1, density) for size in sizes for density in DENSITIES]
     if not args.quick:
         cases.append((10_000_000, MANY_LEAVES, 100))
-    record = _machine.provenance() | {
-        "settings": {"repeats": args.repeats, "rounds": args.rounds, "warm_up": WARM_UP, "malloc": _machine.MALLOC},
+    record = provenance.provenance("step") | {
+        "settings": {"repeats": args.repeats, "rounds": args.rounds, "warm_up": WARM_UP, "malloc": machine.MALLOC},
         "rows": [],
     }
     for size, leaves, density in cases:
-        for malloc in _machine.MALLOC:
+        for malloc in machine.MALLOC:
             row = measure(size, leaves, density, malloc, torch_python, args)
             record["rows"].append(row)
             print(f"{size:>10,} {leaves:>2} 1/{density:<4} {malloc:<7} {row['jax']['ratio']:.2f}", file=sys.stderr)
@@ -49,46 +47,37 @@ def main():
     text = table(record)
     print(text)
     if not args.quick:
-        _machine.RESULTS.mkdir(parents=True, exist_ok=True)
-        (_machine.RESULTS / "step.json").write_text(json.dumps(record, indent=1) + "\n")
-        (_machine.RESULTS / "step.md").write_text(text + "\n")
+        provenance.save(provenance.RESULTS, "step", record, text)
 
 
-def options():
-    parser = _machine.Parser(description=__doc__.splitlines()[0])
+def options() -> argparse.Namespace:
+    parser = machine.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls in a process (default 15)")
-    parser.add_argument("--rounds", type=int, default=2, help="processes for each row and side, by turns (default 2)")
-    parser.add_argument("--torch-python", metavar="PATH", help="interpreter that has torch (default: this one)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="processes for each row and side, alternating (default 2)"
+    )
+    parser.add_argument("--torch-python", type=machine.interpreter, metavar="PATH", help=machine.TORCH_HELP)
     parser.add_argument("--child", metavar="JOB", help="used by the script itself")
     args = parser.parse_args()
     if args.repeats < 3 or args.rounds < 1:
         parser.error(f"--repeats must be at least 3 and --rounds at least 1, got {args.repeats} and {args.rounds}")
-    if args.torch_python and not os.access(args.torch_python, os.X_OK):
-        parser.error(f"--torch-python: {args.torch_python} is not an interpreter that can be run")
     return args
 
 
-def find_torch(python):
-    """The interpreter for the PyTorch side, None (and a message) when it cannot import torch."""
-    python = python or sys.executable
-    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
-        return python
-    print("torch is not importable: its rows are skipped (name an interpreter with --torch-python)", file=sys.stderr)
-    return None
-
-
-def measure(size, leaves, density, malloc, torch_python, args) -> dict:
-    """One row: both sides by turns, the times of all rounds taken together. PyTorch gets the better wait policy."""
+def measure(
+    size: int, leaves: int, density: int, malloc: str, torch_python: str | None, args: argparse.Namespace
+) -> dict:
+    """One row: both sides alternate, and the times of all rounds are pooled. PyTorch gets the better wait policy."""
     job = {"size": size, "leaves": leaves, "density": density, "repeats": args.repeats}
-    load = round(os.getloadavg()[0], 1)  # about 2 of it are this benchmark's
+    load = machine.load()  # about 2 of it are this benchmark's
     ours, theirs = [], {policy: [] for policy in WAIT_POLICIES}
     for _ in range(args.rounds):
-        ours.append(_machine.run_child(sys.executable, job | {"side": "jax"}, malloc))
+        ours.append(machine.run_child("bench.step", sys.executable, job | {"side": "jax"}, malloc))
         if torch_python:
             for policy, runs in theirs.items():
-                child = job | {"side": "torch"}
-                runs.append(_machine.run_child(torch_python, child, malloc, {"OMP_WAIT_POLICY": policy}))
+                child, variables = job | {"side": "torch"}, {"OMP_WAIT_POLICY": policy}
+                runs.append(machine.run_child("bench.step", torch_python, child, malloc, variables))
     jax = summary(ours)
     row = {"size": size, "leaves": leaves, "density": f"1/{density}", "malloc": malloc, "load": load, "jax": jax}
     if torch_python:
@@ -100,7 +89,8 @@ def measure(size, leaves, density, malloc, torch_python, args) -> dict:
     return row
 
 
-def summary(runs) -> dict:
+def summary(runs: list[dict]) -> dict:
+    """Figures of a row from all its processes' times."""
     step, plain = ([t for run in runs for t in run.pop(name)] for name in ("step_s", "pass_s"))
     return {
         "median_ms": round(1e3 * statistics.median(step), 2),
@@ -113,11 +103,11 @@ def summary(runs) -> dict:
     }
 
 
-def table(record) -> str:
-    machine, versions = record["machine"], ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+def table(record: dict) -> str:
+    """Markdown."""
     lines = [
-        f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores, {machine['memory_gb']} GB.",
-        f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`.",
+        provenance.machine_line(record),
+        provenance.versions_line(record),
         "Milliseconds, medians (minima).",
         "",
         "| N | leaves | density | malloc | step | pass | step / pass | of minima | temporaries / N words | compile s "
@@ -153,14 +143,15 @@ def threshold_for(density: int) -> float:
     return -statistics.NormalDist().inv_cdf(0.5 / density)
 
 
-def check_sent(sent: int, job: dict):
+def check_sent(sent: int, job: dict) -> None:
     share = 1 / job["density"]
     expected, error = job["size"] * share, (job["size"] * share * (1 - share)) ** 0.5
     if abs(sent - expected) > 6 * error:
-        raise SystemExit(f"{sent} entries were sent, {expected:.0f} were expected: not the density that was asked for")
+        raise SystemExit(f"{sent} entries were sent instead of {expected:.0f}: the density is not 1/{job['density']}")
 
 
-def jax_job(job) -> dict:
+def jax_job(job: dict) -> dict:
+    """Times of update and pass in this process."""
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +167,7 @@ def jax_job(job) -> dict:
 
     def step(g, s, state):
         updates, state = tx.update(g, state, sum_grad_squared=s)
-        return updates, s, state  # in the order of the donated inputs, so that each output takes its input's buffer
+        return updates, s, state  # in the order of the donated inputs: each output takes its input's buffer
 
     def add(r, v, g, s):
         return jax.tree.map(jnp.add, (r, v), (g, s))
@@ -217,7 +208,8 @@ def jax_job(job) -> dict:
     }
 
 
-def torch_job(job) -> dict:
+def torch_job(job: dict) -> dict:
+    """The same of the step written in PyTorch."""
     import torch
 
     torch.manual_seed(0)
@@ -252,8 +244,11 @@ def torch_job(job) -> dict:
     }
 
 
-def torch_step(g, s, r, v, scratch, alpha=1.0) -> int:
-    """The same step on one leaf, in place where torch can; `g` becomes the update. No finite check, no capacity."""
+def torch_step(g, s, r, v, scratch, alpha: float = 1.0) -> int:
+    """Overwrite the tensor `g` with the update of one leaf, and return the number of entries sent.
+
+    In place where torch can. No finite check, no capacity.
+    """
     import torch
 
     r.add_(g)
@@ -265,7 +260,7 @@ def torch_step(g, s, r, v, scratch, alpha=1.0) -> int:
     top = (magnitude.max() >> 23) if len(index) else 0
     below = (top - ((magnitude + 0x400000) >> 23)).clamp_(min=0)
     fits = below <= 7
-    if not bool(fits.all()):  # too small for three bits of exponent: stays in r
+    if not bool(fits.all()):  # entries too small for three bits of exponent stay in r
         index, bits, below = index[fits], bits[fits], below[fits]
     words = (bits & -0x80000000) | (below << 28) | index.to(torch.int32)
     r.index_fill_(0, index, 0.0)

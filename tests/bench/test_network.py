@@ -1,7 +1,6 @@
-"""bench/network.py at its smallest: what it writes, that bytes agree, and that nothing of it stays behind."""
+"""The network benchmark at its smallest: what it writes, that bytes agree, and that it leaves nothing behind."""
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "bench" / "network.py"
+COMMAND = [sys.executable, "-m", "bench.network"]
 LIMIT = 300  # seconds
-GLOO = 1500  # bytes of a step that are gloo's own: it tells the other side of each message
+GLOO = 1500  # bytes of a step that are gloo's own: it announces each message
 NAMESPACES, HOSTS_FILES = Path("/run/netns"), Path("/etc/netns")
 
 pytest.importorskip("flax")
@@ -23,37 +22,32 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 
-@pytest.fixture(scope="module")
-def links():
-    """The module that builds the network."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    yield importlib.import_module("_network_links")
-    sys.path.remove(str(SCRIPT.parent))
+from bench.network import links  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def _possible_here(links):
+def _possible_here():
     if reason := links.why_not():
         pytest.skip(reason)
 
 
 @pytest.fixture
 def start():
-    """Starts the benchmark; whatever happens, nothing of it stays."""
+    """Starts the benchmark, and removes what it leaves, whatever happens."""
     started = []
 
     def start(*options):
-        command = [sys.executable, str(SCRIPT), *map(str, options)]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+        settings = {"env": {**os.environ, "PYTHONWARNINGS": "error"}, "cwd": ROOT, "text": True}
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        started.append(subprocess.Popen(command, text=True, env=variables, start_new_session=True, **pipes))
+        command = [*COMMAND, *map(str, options)]
+        started.append(subprocess.Popen(command, start_new_session=True, **settings, **pipes))
         return started[-1]
 
     yield start
     for process in started:
         process.kill()
         process.communicate()
-    subprocess.run([sys.executable, str(SCRIPT), "--clean"], check=True, capture_output=True)
+    subprocess.run([*COMMAND, "--clean"], cwd=ROOT, check=True, capture_output=True)
 
 
 def traces(process):
@@ -64,7 +58,7 @@ def traces(process):
 
 
 def children(process):
-    """Processes that a run has started on its hosts: they name it as their origin."""
+    """Processes that a run has started on its hosts, by the variable that names it."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -81,7 +75,7 @@ def wait_for(condition):
 
 
 def wait_until_it_measures(process):
-    """Its hosts run, and have begun with the first row."""
+    """Wait until its hosts run and have begun with the first row."""
     wait_for(lambda: len(children(process)) == 2)
     shown = ""
     while "warm-up" not in shown:
@@ -91,7 +85,7 @@ def wait_until_it_measures(process):
 
 
 @pytest.mark.full
-def test_the_quick_run_counts_the_bytes_that_are_reported_and_leaves_nothing_behind(start, tmp_path):
+def test_quick_run_counts_the_reported_bytes_and_cleans_up(start, tmp_path):
     process = start("--quick", "--out", tmp_path)
     out, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, errors
@@ -123,7 +117,7 @@ def test_the_quick_run_counts_the_bytes_that_are_reported_and_leaves_nothing_beh
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_behind(number, start):
+def test_interrupted_run_cleans_up(number, start):
     process = start("--quick")
     wait_until_it_measures(process)
     assert len(traces(process)) == 7  # three namespaces, two hosts files, two processes
@@ -134,13 +128,13 @@ def test_an_interrupted_run_leaves_nothing_behind(number, start):
 
 
 @pytest.mark.full
-def test_what_a_killed_run_leaves_is_removed_by_clean_and_a_live_run_is_not_touched(start):
+def test_clean_removes_killed_runs_only(start):
     killed, alive = start("--quick"), start("--quick")
     for process in (killed, alive):
         wait_until_it_measures(process)
     killed.kill()
     killed.wait()
-    wait_for(lambda: children(killed) == [])  # they end by themselves
+    wait_for(lambda: children(killed) == [])  # they exit by themselves
     assert len(traces(killed)) == 5
     cleaner = start("--clean")
     out, _ = cleaner.communicate(timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""bench/table.py: the example takes every row's command, what has finished is not run again, the figures."""
+"""bench/table.py: commands that the example accepts, runs that continue, the figures of the table."""
 
 import shlex
 import sys
@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT / "examples"))
 
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 import cifar10  # noqa: E402
-import table  # noqa: E402
 from common.options import make_compressor  # noqa: E402
+
+from bench import table  # noqa: E402
 
 
 def options(monkeypatch, *arguments):
@@ -28,7 +29,7 @@ def record(row, seed, accuracy, **more):
 
 
 @pytest.mark.parametrize("size", list(table.SIZES))
-def test_the_example_takes_every_rows_command_and_the_method_can_be_made(size, monkeypatch):
+def test_example_accepts_every_row(size, monkeypatch):
     found = set()
     for row, optimiser, seed in table.wanted(options(monkeypatch, "--list", "--seeds", "2")):
         text = table.command(size, row, optimiser, seed)
@@ -36,12 +37,12 @@ def test_the_example_takes_every_rows_command_and_the_method_can_be_made(size, m
         make_compressor(args.method, axis_name=None)
         assert (args.optimiser, args.seed) == (optimiser, seed)
         found.add(text)
-    rows = sum(len(optimisers) for _, optimisers, _ in table.ROWS.values())
-    assert len(found) == 2 * rows, "two rows are the same run"
+    runs = sum(len(row.optimisers) for row in table.rows().values())
+    assert len(found) == 2 * runs, "two rows are the same run"
 
 
-def test_only_what_is_missing_is_run_and_each_run_is_kept_at_once(monkeypatch, tmp_path):
-    path, ran = tmp_path / "table.json", []
+def test_only_missing_runs_are_run_and_saved_at_once(monkeypatch, tmp_path):
+    path, ran = tmp_path / "table-small.json", []
 
     def run(job, args, cores):
         ran.append((job, path.exists()))
@@ -56,7 +57,7 @@ def test_only_what_is_missing_is_run_and_each_run_is_kept_at_once(monkeypatch, t
     assert path.exists()
 
 
-def test_the_table_has_medians_ranges_and_what_diverged():
+def test_table_has_medians_ranges_and_diverged_runs():
     lost = {"row": "variance 1", "optimiser": "adam", "seed": 1, "diverged": "the loss is nan"}
     alone = {"row": "strom 0.1", "optimiser": "adam", "seed": 0, "diverged": "the loss is nan"}
     runs = [record("dense", s, a) for s, a in ((0, 0.6), (1, 0.64), (2, 0.61))] + [

@@ -1,8 +1,8 @@
-"""PyTorch's side of bench/network.py: one host's process, DistributedDataParallel over gloo."""
+"""PyTorch's worker, the process on one host: DistributedDataParallel over gloo."""
 
 import os
 
-from _network_child import COLUMNS, counters, serve, timed
+from bench.network.child import COLUMNS, counters, serve, timed
 
 # Name -> the rank of the PowerSGD hook, None without it.
 ROWS = {
@@ -14,8 +14,8 @@ ROWS = {
 }
 WITHOUT = "DDP without exchange"  # the forward and backward pass, which all rows contain
 BATCH = 32
-DENSE_STEPS = 2  # before the PowerSGD hook begins; it allows no fewer
-ONE_BUCKET = 1 << 30  # bytes. With several, the PowerSGD hook over gloo hangs
+DENSE_STEPS = 2  # before the PowerSGD hook starts: the fewest that it allows
+ONE_BUCKET = 1 << 30  # bytes. With several buckets the PowerSGD hook hangs over gloo
 
 
 def wire_bytes(row: str, parameters: int, hosts: int) -> float:
@@ -26,7 +26,9 @@ def wire_bytes(row: str, parameters: int, hosts: int) -> float:
     return 2 * (hosts - 1) / hosts * width * per_matrix * parameters / COLUMNS**2
 
 
-class Side:
+class Worker:
+    """Handles the parent's requests; see `child.serve`."""
+
     def join(self, host: int, hosts: int, address: str, parameters: int) -> dict:
         os.environ["GLOO_SOCKET_IFNAME"] = "v0"
         import torch
@@ -71,5 +73,5 @@ class Side:
 
 
 if __name__ == "__main__":
-    side = Side()
-    serve({name: getattr(side, name) for name in ("join", "prepare", "step")} | {"counters": counters})
+    worker = Worker()
+    serve({name: getattr(worker, name) for name in ("join", "prepare", "step")} | {"counters": counters})

@@ -1,4 +1,6 @@
-"""The real model of bench/network.py: a small transformer that learns to continue arithmetic sequences."""
+"""The real model: a small transformer that learns to continue arithmetic sequences."""
+
+from collections.abc import Callable
 
 import numpy as np
 import optax
@@ -7,7 +9,7 @@ WIDTH, DEPTH, HEADS, WORDS = 256, 4, 4, 512
 SAMPLES, LENGTH = 8, 32  # of each host's batch
 
 
-def setup(host: int):
+def setup(host: int) -> tuple[Callable, dict, np.ndarray]:
     """Loss function, parameters (the same on all hosts), and the host's batch."""
     import flax.linen as nn
     import jax
@@ -37,5 +39,5 @@ def setup(host: int):
     return loss_fn, params, batch.astype(np.int32)
 
 
-def optimiser(compressor) -> optax.GradientTransformation:
+def optimiser(compressor: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.chain(compressor, optax.adam(1e-3))

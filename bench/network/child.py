@@ -1,6 +1,6 @@
-"""A process of bench/network.py on one of the hosts: it does what its parent asks, one JSON line each way.
+"""What the processes on the hosts share: they do what their parent asks, one JSON line each way.
 
-What JAX's side and PyTorch's side share; so it imports neither.
+JAX's and PyTorch's workers both import this module, so it imports neither.
 """
 
 import json
@@ -9,14 +9,15 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 STATISTICS = Path("/sys/class/net/v0/statistics")
-COLUMNS = 1000  # the model is a list of square matrices of so many columns
+COLUMNS = 1000  # the model is a list of square matrices with this many columns
 
 
-def serve(answers) -> None:
-    """Answer requests {"do": NAME, ...} by `answers[NAME](...)` until the parent closes the pipe or dies."""
+def serve(handlers: dict[str, Callable[..., dict]]) -> None:
+    """Answer requests {"do": NAME, ...} with `handlers[NAME](...)` until the parent closes the pipe or dies."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo prints
     requests: queue.SimpleQueue = queue.SimpleQueue()
@@ -24,20 +25,20 @@ def serve(answers) -> None:
     def listen():
         for line in sys.stdin:
             requests.put(json.loads(line))
-        os._exit(0)  # whatever this process is doing: an orderly exit waits for the other hosts
+        os._exit(0)  # even in the middle of work: an orderly exit waits for the other hosts
 
     threading.Thread(target=listen, daemon=True).start()
     try:
         while True:
             request = requests.get()
-            answer = answers[request.pop("do")](**request)
+            answer = handlers[request.pop("do")](**request)
             print(json.dumps(answer), file=replies, flush=True)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
 
 
-def timed(run, at: float) -> dict:
+def timed(run: Callable[[], object], at: float) -> dict:
     """Run at a moment of the monotonic clock, which all processes of a machine share: a barrier that sends nothing."""
     time.sleep(max(at - time.monotonic(), 0))
     begin = time.monotonic()

@@ -1,6 +1,6 @@
-"""Hosts on one Linux machine: a network namespace each, and links of a chosen rate to a switch. Needs root, ip and tc.
+"""Hosts on one Linux machine: network namespaces with rate-limited links to a switch. Needs root, ip and tc.
 
-Names carry the process's id, so that runs do not collide. All links are full duplex and limited at both ends.
+Names contain the process's id, so that runs do not collide. All links are full duplex and limited at both ends.
 """
 
 import os
@@ -10,16 +10,17 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Self
 
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec NAME` shows HOSTS_FILES/NAME/hosts as /etc/hosts
 INTERFACE = "v0"  # of every host
-# Bytes that pass at once after a pause. With less, the kernel splits large packets and the CPU becomes the limit.
+# Bytes that pass at once after a pause. With fewer, the kernel splits large packets and the CPU becomes the limit.
 BURST = {100: 64 * 1024}
 LARGE_BURST = 256 * 1024
 
 
 def why_not() -> str | None:
-    """What is missing here, None if nothing is."""
+    """Why no network can be built here. None if one can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
@@ -31,14 +32,14 @@ def address(host: int) -> str:
 
 
 class Network:
-    """A context: `hosts` namespaces around a switch; on leaving it all of them are gone."""
+    """A context: `hosts` namespaces around a switch, removed on exit."""
 
     def __init__(self, hosts: int):
         self._switch = f"gcjax-{os.getpid()}-switch"
         self._hosts = [f"gcjax-{os.getpid()}-{i}" for i in range(hosts)]
         self._rate: int | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         try:
             self._build()
         except BaseException:
@@ -46,16 +47,16 @@ class Network:
             raise
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         for name in (*self._hosts, self._switch):
             remove(name)
 
-    def _build(self):
+    def _build(self) -> None:
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "switch", "up")
         for i, name in enumerate(self._hosts):
-            # gloo tells the others the address of this machine's name: in each namespace it must be that of its link.
+            # gloo announces the address of the machine's name: in each namespace this must be its link's address.
             (HOSTS_FILES / name).mkdir(parents=True)
             (HOSTS_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n{address(i)} {socket.gethostname()}\n")
             _run("ip", "netns", "add", name)
@@ -67,11 +68,11 @@ class Network:
             _run("ip", "-n", name, "link", "set", "lo", "up")
 
     def inside(self, host: int) -> list[str]:
-        """What to put before a command that shall run on a host."""
+        """The prefix that makes a command run on a host."""
         return ["ip", "netns", "exec", self._hosts[host]]
 
     def limit(self, mbit: int | None) -> None:
-        """Set the rate of all links, both ways, in Mbit/s; None for no limit."""
+        """Set the rate of all links in both directions, in Mbit/s. None: no limit."""
         for i, name in enumerate(self._hosts):
             for namespace, device in ((name, INTERFACE), (self._switch, f"port{i}")):
                 if mbit is not None:
@@ -83,7 +84,7 @@ class Network:
 
 
 def remove(name: str) -> None:
-    """Take away a namespace with all that is in it, and its hosts file, as far as they exist."""
+    """Remove a namespace, its processes and its hosts file, as far as they exist."""
     if (Path("/run/netns") / name).exists():
         for process in _run("ip", "netns", "pids", name).split():
             os.kill(int(process), signal.SIGKILL)
@@ -94,14 +95,14 @@ def remove(name: str) -> None:
 
 
 def remove_of(process: int) -> None:
-    """Remove what a run has made, by its process's id."""
+    """Remove what the run with this process id has made."""
     for name, owner in _made().items():
         if owner == process:
             remove(name)
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what is left of runs that no longer exist; the names."""
+    """Remove what dead runs have left, and return the names."""
     left = [name for name, owner in _made().items() if not _runs_benchmark(owner)]
     for name in left:
         remove(name)
@@ -109,7 +110,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _made() -> dict[str, int]:
-    """All names of namespaces and hosts files of this benchmark, and the processes that made them."""
+    """Names of this benchmark's namespaces and hosts files, with the ids of the processes that made them."""
     folders = [folder for folder in (Path("/run/netns"), HOSTS_FILES) if folder.exists()]
     names = sorted({entry.name for folder in folders for entry in folder.iterdir()})
     owners = {name: re.fullmatch(r"gcjax-(\d+)-\w+", name) for name in names}
@@ -117,15 +118,16 @@ def _made() -> dict[str, int]:
 
 
 def _runs_benchmark(process: int) -> bool:
-    """Whether the process lives and is this benchmark: ids are used again."""
+    """Whether the process is alive and is this benchmark: ids are reused."""
     try:
-        return b"network.py" in Path(f"/proc/{process}/cmdline").read_bytes()
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
+    return re.search(rb"bench[./]network(/|/__main__\.py)?\0", command) is not None
 
 
 def _run(*command: str) -> str:
-    # In a session of its own: Ctrl-C in a terminal goes to all of the session, and must not stop the removal.
+    # In a session of its own: Ctrl-C in a terminal reaches the whole session and must not stop the removal.
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

@@ -1,8 +1,9 @@
-"""JAX's side of bench/network.py: one host's process."""
+"""JAX's worker: the process on one host."""
 
 import functools
+from types import ModuleType
 
-from _network_child import COLUMNS, counters, serve, timed
+from bench.network.child import COLUMNS, counters, serve, timed
 
 
 def _key():
@@ -11,8 +12,8 @@ def _key():
     return jax.random.key(0)
 
 
-def _plain(gcjax, n, at):
-    """What one does without gcjax: the mean of every leaf."""
+def _plain(gcjax: ModuleType, n: int, at: dict):
+    """The alternative to gcjax: the mean of every leaf."""
     import jax
     import optax
 
@@ -21,7 +22,7 @@ def _plain(gcjax, n, at):
 
 
 PLAIN = "psum float32"
-# Name -> the gradients it gets (GRADIENTS), and the transform of n parameters; `at` names the axis of the workers.
+# Name -> the kind of its gradients (GRADIENTS), and the transform for n parameters; `at` names the workers' axis.
 ROWS = {
     PLAIN: ("normal", _plain),
     "dense float32": ("normal", lambda gcjax, n, at: gcjax.dense_compress(**at)),
@@ -39,18 +40,18 @@ ROWS = {
     "PowerSGD 4": ("normal", lambda gcjax, n, at: gcjax.power_sgd_compress(4, key=_key(), **at)),
     "1-bit": ("normal", lambda gcjax, n, at: gcjax.onebit_compress(**at)),
 }
-# The share of the entries that pass the criterion of variance_compress in every step; "normal" are normal draws.
+# The share of entries that pass the criterion of variance_compress in every step. "normal": normal draws.
 GRADIENTS = {"normal": None, "1/100": 100, "1/200": 200, "1/500": 500}
-SETS = 2  # gradients of each kind, used by turns
+SETS = 2  # gradients of each kind, used in turn
 FILL = 0.98  # of the fixed capacities
-QUIET, CLEAR = 1e-3, 1.0  # magnitudes of entries that do not pass, and least one of those that do
-SQUARE = 0.01  # of every entry: far above QUIET**2, and after a turn through the sets still below CLEAR**2
+QUIET, CLEAR = 1e-3, 1.0  # magnitude of entries that do not pass, and the least of those that do
+SQUARE = 0.01  # of every entry: far above QUIET**2, and summed over the sets still below CLEAR**2
 
 TRANSFORMER = (PLAIN, "variance 1/100", "PowerSGD 2")  # rows of the whole training step
 
 
-class Side:
-    """The processes' common state: mesh, gradients, and the rows that are ready to run."""
+class Worker:
+    """Handles the parent's requests (see `child.serve`). Keeps mesh, gradients and the rows that are ready to run."""
 
     def join(self, host: int, hosts: int, address: str, parameters: int) -> dict:
         import jax
@@ -64,11 +65,11 @@ class Side:
         self.over, self.same = jax.NamedSharding(self.mesh, jax.P("data")), jax.NamedSharding(self.mesh, jax.P())
         self.runs: dict = {}
         self.states: dict = {}
-        self.spare: dict = {}  # the last update: its buffers are the next one's
+        self.spare: dict = {}  # the last update, whose buffers the next one gets
         return {"jax": jax.__version__}
 
     def prepare(self, row: str, alone: bool = False) -> dict:
-        """Compile a row. Alone: as a single worker, so that hosts compute what they do otherwise, but send nothing."""
+        """Compile a row. Alone: as a single worker, which computes the same but sends nothing."""
         import jax
 
         import gcjax
@@ -114,7 +115,7 @@ class Side:
         return {}
 
     def prepare_collective(self, name: str, kind: str, size: int) -> dict:
-        """All-reduce and the others of an array of about so many bytes on every host."""
+        """Compile a single collective of an array of about `size` bytes on every host."""
         import jax
         from jax import lax
 
@@ -133,11 +134,11 @@ class Side:
         return {"bytes": 4 * entries}
 
     def prepare_training(self, row: str) -> dict:
-        """A whole training step of a small transformer: gradient, squares where used, exchange, optimiser."""
+        """Compile a training step of a small transformer: gradient, squares where used, exchange, optimiser."""
         import jax
-        from _network_model import optimiser, setup
 
         import gcjax
+        from bench.network.model import optimiser, setup
 
         loss_fn, params, batch = setup(self.host)
         self.parameters = count = sum(x.size for x in jax.tree.leaves(params))
@@ -162,7 +163,7 @@ class Side:
         return timed(self.runs[row, alone], at)
 
     def report(self, row: str) -> dict:
-        """What this worker sent in its last step, as the library says; of the plain mean, what a ring moves."""
+        """What this worker sent in its last step, as the library reports it; for the plain mean, what a ring moves."""
         import gcjax
 
         if row == PLAIN:
@@ -175,9 +176,9 @@ class Side:
         del self.runs[row, alone], self.states[row, alone]
         return {}
 
-    @functools.cache  # noqa: B019  one Side lives as long as its process
-    def gradients(self, kind: str):
-        """Gradients, each a list of matrices, and squares, on the mesh. Every host has its own."""
+    @functools.cache  # noqa: B019  one Worker lives as long as its process
+    def gradients(self, kind: str) -> tuple:
+        """Gradients, each a list of matrices, and their squares, on the mesh. Every host draws its own."""
         import jax
         import numpy as np
 
@@ -194,7 +195,7 @@ class Side:
                 return placed(flat)
             flat *= QUIET
             count = int(FILL * n / share)
-            where = np.arange(count) * n // count + rng.integers(0, n // count, count)  # each in a part of its own
+            where = np.arange(count) * n // count + rng.integers(0, n // count, count)  # each in its own part
             flat[where] = rng.choice([-1, 1], count) * rng.uniform(CLEAR, 4 * CLEAR, count)
             return placed(flat)
 
@@ -202,6 +203,6 @@ class Side:
 
 
 if __name__ == "__main__":
-    side = Side()
+    worker = Worker()
     names = ("join", "prepare", "prepare_collective", "prepare_training", "step", "report", "drop")
-    serve({name: getattr(side, name) for name in names} | {"counters": counters})
+    serve({name: getattr(worker, name) for name in names} | {"counters": counters})

@@ -1,24 +1,25 @@
-"""Table and plot of bench/network.py."""
+"""Table and plot of the network benchmark."""
 
 import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import _network_jax
-import _network_torch
+from bench import provenance
+from bench.network import jax_workers, torch_workers
 
-FREE = 10_000  # Mbit/s, where the plot puts links without a limit
+FREE = 10_000  # Mbit/s: the plot's place for links without a limit
 
 
-def of_case(row: dict) -> tuple:
+def case_of(row: dict) -> tuple:
     return row["parameters"], row["hosts"], row["malloc"]
 
 
-def of_model(row: dict) -> tuple:
+def model_of(row: dict) -> tuple:
     return row["parameters"], row["hosts"]
 
 
-def grouped(rows, key):
-    """Groups of rows in the order of their first."""
+def grouped(rows: Iterable[dict], key: Callable[[dict], object]) -> dict:
+    """Key -> its rows. Keys are in the order of their first rows."""
     found: dict = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -35,26 +36,31 @@ def link_name(link: int | None) -> str:
 
 
 def efficiency(row: dict) -> float | None:
-    """Rate at which the method's own bytes moved, computation included, over the link's; None without a limit."""
+    """The method's own bytes per second of the step, as a share of the link's rate. None without a limit."""
     if row["link_mbit"] is None:
         return None
     return row["wire_bytes"] * 8 / (row["ms"] / 1e3 * row["link_mbit"] * 1e6)
 
 
 def table(record: dict) -> str:
-    machine, versions = record["machine"], ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+    """Markdown: a table of times for each model, number of hosts and malloc setting, then tables of bytes."""
+    machine = record["machine"]
     lines = [
         f"{machine['cpu']} ({machine['architecture']}), {machine['cores']} cores shared by all hosts, "
         f"{machine['memory_gb']} GB, load {machine['load_at_start']} at the start.",
-        f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`.",
+        provenance.versions_line(record),
+    ]
+    if later := record.get("later"):
+        lines.append(f"{later['rows']}: measured later, at commit {later['commit'][:12]} ({later['why']}).")
+    lines += [
         "",
-        "Milliseconds per step, medians (minima). x: times as fast as psum float32 on the same link. %: of the "
-        "link's rate, at which the method's own bytes moved, computation included. DDP rows contain forward and "
-        "backward pass; what they take beyond that is in brackets [ ].",
+        "Milliseconds per step, medians (minima). x: speed relative to psum float32 on the same link. %: the method's "
+        "own bytes per second of the step, computation included, relative to the link's rate. DDP rows contain the "
+        "forward and backward pass; the time beyond that is in brackets [ ].",
     ]
     if not any(row["side"] == "torch" for row in record["rows"]):
         lines.append("PyTorch was not measured.")
-    for rows in grouped(record["rows"], of_case).values():
+    for rows in grouped(record["rows"], case_of).values():
         lines += [
             "",
             f"## {size_name(rows[0])}, {rows[0]['hosts']} hosts, malloc {rows[0]['malloc']}",
@@ -65,30 +71,30 @@ def table(record: dict) -> str:
         "",
         "## Bytes of one step and host",
         "",
-        "Counted at the host's interface; a packet there is what the kernel hands over, up to 64 kB, so headers weigh "
-        "little. Without headers: 66 bytes a packet less, acknowledgements too. Reported: by `gcjax.info`, "
-        "for psum and DDP the formula of ring all-reduces. Ratios: to what was reported, lowest and highest of all "
-        "links and malloc settings.",
+        "Counted: at the host's interface. A packet there is what the kernel hands over, up to 64 kB, so headers "
+        "weigh little. Without headers: less 66 bytes for each packet, acknowledgements included. Reported: by "
+        "`gcjax.info`; for psum and DDP by the formula of ring all-reduces. Ratios to the reported bytes: lowest and "
+        "highest over all links and malloc settings.",
     ]
-    for rows in grouped(record["rows"], of_model).values():
+    for rows in grouped(record["rows"], model_of).values():
         lines += ["", f"### {size_name(rows[0])}, {rows[0]['hosts']} hosts", "", *byte_counts(rows)]
     return "\n".join(lines)
 
 
 def times(rows: list[dict]) -> list[str]:
-    """Rows down, links across."""
+    """A table of one case: a line for each row, a column for each link."""
     links = list(grouped(rows, lambda row: row["link_mbit"]))
     by_place = {(row["row"], row["link_mbit"]): row for row in rows}
     lines = ["| | " + " | ".join(map(link_name, links)) + " |", "|---" * (len(links) + 1) + "|"]
     for name in grouped(rows, lambda row: row["row"]):
         cells = []
         for link in links:
-            row, dense = by_place[name, link], by_place.get((_network_jax.PLAIN, link))
-            without = by_place.get((_network_torch.WITHOUT, link))
+            row, dense = by_place[name, link], by_place.get((jax_workers.PLAIN, link))
+            without = by_place.get((torch_workers.WITHOUT, link))
             cell = f"{row['ms']:.4g} ({row['ms_min']:.4g})"
-            if row["side"] == "torch" and name != _network_torch.WITHOUT:
+            if row["side"] == "torch" and name != torch_workers.WITHOUT:
                 cell += f" [{row['ms'] - without['ms']:.4g}]"
-            if dense and name != _network_jax.PLAIN:
+            if dense and name != jax_workers.PLAIN:
                 cell += f" {dense['ms'] / row['ms']:.2g}x"
             if link and row["wire_bytes"]:
                 cell += f" {100 * efficiency(row):.0f} %"
@@ -97,11 +103,8 @@ def times(rows: list[dict]) -> list[str]:
     return lines
 
 
-def ratios(rows: list[dict], counted: str) -> list[float]:
-    return [row[counted] / row["wire_bytes"] for row in rows]
-
-
 def byte_counts(rows: list[dict]) -> list[str]:
+    """A table of one model: bytes counted and reported, and their ratios."""
     lines = [
         "| | counted | without headers | reported | counted / reported | without headers / reported |",
         "|---" * 6 + "|",
@@ -109,15 +112,16 @@ def byte_counts(rows: list[dict]) -> list[str]:
     for name, same in grouped(rows, lambda row: row["row"]).items():
         if not same[0]["wire_bytes"]:
             continue
-        spans = [ratios(same, counted) for counted in ("bytes_counted", "bytes_without_headers")]
-        first = [f"{same[0][k]:,.0f}" for k in ("bytes_counted", "bytes_without_headers", "wire_bytes")]
+        counts = ("bytes_counted", "bytes_without_headers")
+        spans = [[row[counted] / row["wire_bytes"] for row in same] for counted in counts]
+        first = [f"{same[0][k]:,.0f}" for k in (*counts, "wire_bytes")]
         cells = [name, *first, *(f"{min(span):.3f} to {max(span):.3f}" for span in spans)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def plot(record: dict, path: Path) -> None:
-    """Time per step against link speed, under "keep" if it was measured; a panel for each model and number of hosts."""
+    """Time per step against link rate, a panel for each model and number of hosts; with "keep" if it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,8 +129,8 @@ def plot(record: dict, path: Path) -> None:
 
     settings = {row["malloc"] for row in record["rows"]}
     malloc = "keep" if "keep" in settings else min(settings)
-    shown = [row for row in record["rows"] if row["malloc"] == malloc and row["row"] != _network_torch.WITHOUT]
-    panels = list(grouped(shown, of_model).values())
+    shown = [row for row in record["rows"] if row["malloc"] == malloc and row["row"] != torch_workers.WITHOUT]
+    panels = list(grouped(shown, model_of).values())
     across = min(2, len(panels))
     figure, axes = plt.subplots(
         -(-len(panels) // across), across, figsize=(6.5 * across, 4.5 * -(-len(panels) // across)), squeeze=False

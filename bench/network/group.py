@@ -1,4 +1,4 @@
-"""The parent's side of bench/network.py: one process on every host of a network, all doing the same requests."""
+"""The parent's side: one process on every host of a network, all doing the same requests."""
 
 import contextlib
 import json
@@ -7,41 +7,42 @@ import selectors
 import subprocess
 import tempfile
 import time
+from typing import NoReturn, Self
 
-import _machine
-from _network_links import Network
+from bench import machine
+from bench.network.links import Network
 
 PATIENCE = 300  # seconds until a silent process counts as hanging
-MARGIN = 0.004  # seconds from asking for a step to its begin, for the request to arrive everywhere
+MARGIN = 0.004  # seconds between the request for a step and its start, for the request to arrive everywhere
 SETTLE = 0.05  # seconds until the last acknowledgements have passed
 
 
 class Group:
-    """A context: one process on every host of a network, which all do the same requests."""
+    """A context: one process on every host of a network."""
 
     def __init__(self, network: Network, hosts: int, command: list[str], malloc: str):
         self._errors = [tempfile.TemporaryFile("w+") for _ in range(hosts)]  # noqa: SIM115  closed by __exit__
-        every = {name for setting in _machine.MALLOC.values() for name in setting}
-        variables = {k: v for k, v in os.environ.items() if k not in every and k != "XLA_FLAGS"}
-        # Several processes share the cores: threads should not spin while they wait.
-        variables |= _machine.MALLOC[malloc] | {"OMP_WAIT_POLICY": "PASSIVE", "TF_CPP_MIN_LOG_LEVEL": "2"}
-        variables["GCJAX_NETWORK"] = str(os.getpid())  # whose they are
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_machine.ROOT), variables.get("PYTHONPATH")]))
+        # The processes share the cores, so threads should not spin while they wait. GCJAX_NETWORK marks our children.
+        settings = {"OMP_WAIT_POLICY": "PASSIVE", "TF_CPP_MIN_LOG_LEVEL": "2", "GCJAX_NETWORK": str(os.getpid())}
+        variables = machine.environment(malloc, **settings)
+        variables.pop("XLA_FLAGS", None)
         self.processes: list[subprocess.Popen] = []
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         try:
             for host, errors in enumerate(self._errors):
                 inside = [*network.inside(host), *command]
-                child = subprocess.Popen(inside, env=variables, stderr=errors, start_new_session=True, **pipes)
+                child = subprocess.Popen(
+                    inside, env=variables, cwd=machine.ROOT, stderr=errors, start_new_session=True, **pipes
+                )
                 self.processes.append(child)
         except BaseException:
             self.__exit__()
             raise
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -52,8 +53,8 @@ class Group:
         for errors in self._errors:
             errors.close()
 
-    def ask(self, do: str, each=None, **request) -> list[dict]:
-        """Send a request to all, `each` being a name and the value for every host; their answers."""
+    def ask(self, do: str, each: str | None = None, **request) -> list[dict]:
+        """Send a request to all hosts and collect their answers. `each` names an argument that is the host's number."""
         for host, process in enumerate(self.processes):
             own = {each: host} if each else {}
             try:
@@ -78,16 +79,17 @@ class Group:
                     self._fail(do, request)
         return [answers[host] for host in sorted(answers)]
 
-    def _fail(self, do, request):
-        time.sleep(0.5)  # the first to fail takes others with it: let them write
+    def _fail(self, do: str, request: dict) -> NoReturn:
+        time.sleep(0.5)  # the first process to fail takes the others with it: let them write
         tails = []
         for errors in self._errors:
             errors.seek(0)
             tails.append("".join(errors.readlines()[-12:]))
-        raise SystemExit(f"network.py: `{do} {request}` failed or hangs. The hosts said:\n" + "\n--\n".join(tails))
+        said = "\n--\n".join(tails)
+        raise SystemExit(f"bench.network: the request `{do} {request}` failed or hangs. The hosts' last lines:\n{said}")
 
     def step(self, row: str, **request) -> float:
-        """Seconds of one step that all hosts begin at the same moment, until the last has ended."""
+        """Seconds of one step, from the start common to all hosts until the last one has ended."""
         answers = self.ask("step", row=row, at=time.monotonic() + MARGIN, **request)
         return max(a["end"] for a in answers) - min(a["begin"] for a in answers)
 

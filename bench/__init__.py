@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench.NAME` in the root of the repository; see README.md."""

@@ -1,0 +1,5 @@
+"""`python -m bench.network`."""
+
+from bench.network.cli import main
+
+main()

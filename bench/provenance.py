@@ -1,0 +1,146 @@
+"""Where and from which sources a result was measured, and whether the sources have changed since."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench import machine
+from bench.machine import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+_CIFAR10 = ("bench/table.py", "examples/cifar10.py", "examples/common")
+# Result -> the files and folders that it depends on besides the package, its own script first.
+SOURCES = {
+    "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
+    "gossip": ("bench/gossip.py",),
+    "methods": ("bench/methods.py",),
+    "moments": ("bench/moments.py", "bench/moments_models.py", "bench/moments_torch.py"),
+    "network": ("bench/network",),
+    "plan_errors": ("bench/plan_errors.py", "bench/network"),
+    "scaling": ("bench/scaling.py",),
+    "step": ("bench/step.py",),
+    "table-paper": _CIFAR10,
+    "table-small": _CIFAR10,
+}
+_NOTE = re.compile(r"^Measured on an earlier version of the sources \(.*\)\.\n\n")
+
+
+def provenance(result: str, packages: Iterable[str] = ("jax", "jaxlib", "optax", "numpy")) -> dict:
+    """Machine, versions, commit, digest of the sources and command, for a result file. No host names, no paths."""
+    package = Path(importlib.util.find_spec("gcjax").origin).parent
+    if not package.samefile(ROOT / "gcjax"):
+        raise SystemExit(f"gcjax is imported from {package}; run `python -m bench.NAME` in the root of this checkout")
+    script = SOURCES[result][0].removesuffix(".py").replace("/", ".")
+    return {
+        "machine": machine.describe(),
+        "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
+        **origin(result),
+        "command": shlex.join(["python", "-m", script, *map(_without_folder, sys.argv[1:])]),
+    }
+
+
+def origin(result: str) -> dict[str, str]:
+    """What a result is measured from: `commit`, and `source`, which also tells uncommitted changes apart."""
+    return {"commit": _commit(), "source": source_digest(result)}
+
+
+def source_digest(result: str, root: Path = ROOT) -> str:
+    """Short SHA-256 of the Python files that a result depends on: the package and those in `SOURCES`."""
+    digest = hashlib.sha256()
+    for name in ("gcjax", *SOURCES[result]):
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(f"{file.relative_to(root).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def outdated(record: dict, result: str) -> list[str]:
+    """The commits at which those parts of a record were measured whose sources have changed. Empty: it is current.
+
+    Args:
+      record: the content of a result file. Besides the whole, each of its `runs` and its part measured `later` may
+        have a `source` and a `commit`. What was `measured` for another `result` counts too.
+      result: its name in `SOURCES`.
+    """
+    runs = record.get("runs", [])
+    parts = [run for run in runs if "source" in run]
+    if not runs or len(parts) < len(runs):
+        parts.insert(0, record)
+    parts += [record[name] for name in ("later", "measured") if name in record]
+    first = record.get("commit") or record.get("machine", {}).get("commit")
+    commits = []
+    for part in parts:
+        if part.get("source") != source_digest(part.get("result", result)):
+            commit = part.get("commit") or (first if part.get("source") == record.get("source") else None)
+            commits.append((commit or "unknown")[:12])
+    return list(dict.fromkeys(commits))
+
+
+def commits_text(commits: list[str]) -> str:
+    known = [commit for commit in commits if commit != "unknown"]
+    named = [f"commit{'s' if len(known) > 1 else ''} {', '.join(known)}"] if known else []
+    return " and ".join(named + (["an unknown commit"] if len(known) < len(commits) else []))
+
+
+def with_note(text: str, record: dict, result: str) -> str:
+    """The text of a table, with a first line that says so if the sources have changed since it was measured."""
+    text = _NOTE.sub("", text)
+    commits = outdated(record, result)
+    note = f"Measured on an earlier version of the sources ({commits_text(commits)}).\n\n" if commits else ""
+    return note + text.strip("\n") + "\n"
+
+
+def save(folder: Path, result: str, record: dict, text: str, indent: int | None = 1) -> None:
+    """Write RESULT.json and, with the note where it is due, RESULT.md."""
+    write(folder / f"{result}.json", json.dumps(record, indent=indent) + "\n")
+    write(folder / f"{result}.md", with_note(text, record, result))
+
+
+def write(path: Path, text: str) -> None:
+    """Write all or nothing: an interrupted write leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def machine_line(record: dict) -> str:
+    """The machine of a record, for the head of a table."""
+    found = record["machine"]
+    return f"{found['cpu']} ({found['architecture']}), {found['cores']} cores, {found['memory_gb']} GB."
+
+
+def versions_line(record: dict) -> str:
+    """Versions, commit, sources and command of a record, for the head of a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`."
+
+
+def _commit() -> str:
+    """The checked-out commit. Read from files, as git refuses to work in another user's checkout (sudo)."""
+    git = ROOT / ".git"
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        if (git / name).exists():
+            return (git / name).read_text().strip()
+        packed = (git / "packed-refs").read_text().splitlines()
+        return next(line.split()[0] for line in packed if line.endswith(f" {name}"))
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def _without_folder(argument: str) -> str:
+    return Path(argument).name if os.path.isabs(argument) or os.path.exists(argument) else argument
