@@ -4,8 +4,13 @@ import os
 
 from hypothesis import settings
 
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # `make test-full` sets it and compiles as users do
+    # Cheap code generation compiles three times as fast. The passes that place collectives and choose their types, which
+    # tests read in the compiled program, are the same.
+    FLAGS += ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 settings.register_profile("fixed", derandomize=True)
 if os.environ.get("CI"):

@@ -1,43 +1,34 @@
-"""The layering of the package, parsed from its imports."""
+"""The order of the package's parts, parsed from its imports."""
 
 import ast
 import pathlib
+
+import pytest
 
 import gcjax
 
 ROOT = pathlib.Path(gcjax.__file__).parent
 
-# A module imports only from lines above its own, never sideways.
-LAYERS = [
-    {"_types", "_compat", "_checks"},
-    {"_bits", "_moments", "_random"},
-    {"_compact", "_layout"},
-    {"_codec", "_groups", "_matrices"},
-    {"_payload", "_select"},
-    {"_owners"},
-    {"_sparse"},
-    {"_exchange", "_feedback"},
-    {"_transform"},
-    {"_agree", "_delay", "_info", "_place", "methods"},
-    {"_train", "_imitate"},
-    {"_costs", "_network"},
-    {"_plan", "gossip"},
-    {"__init__"},
-    {"flax", "__main__"},  # helpers for Flax models, imported by users only; the command line
+# A part imports only from parts before it. A part is a module of the package or a sub-package.
+ORDER = [
+    *("_version", "_types", "_jax_compat", "_validation"),
+    *("_kernels", "_comm", "_core", "_sparse", "extend", "methods"),
+    *("_moments", "_training", "_planner", "gossip"),
+    *("__init__", "flax", "__main__"),  # flax and __main__ are imported by users only
 ]
+# A method imports only these, so that everything it needs of the core is public in gcjax.extend.
+OF_METHODS = {"_types", "_jax_compat", "_validation", "_kernels", "_sparse", "extend"}
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "psum_scatter", "axis_index"}
+FILES = sorted(ROOT.rglob("*.py"))
 
 
-def unit(path: pathlib.Path) -> str:
+def part(path):
     """The module or sub-package of gcjax that a file belongs to."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def level(name: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if name in layer)
-
-
-def imported(path: pathlib.Path) -> set[str]:
+def imported(path):
+    """The parts of gcjax that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gcjax":
@@ -49,38 +40,34 @@ def imported(path: pathlib.Path) -> set[str]:
     return names
 
 
-def files():
-    return sorted(ROOT.rglob("*.py"))
+def test_every_part_has_a_place():
+    assert {part(path) for path in FILES} == set(ORDER)
 
 
-def test_every_module_has_a_layer():
-    assert {unit(p) for p in files()} == set().union(*LAYERS)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_order(path):
+    for name in imported(path) - {part(path)}:
+        assert ORDER.index(name) < ORDER.index(part(path)), f"{path} imports {name}"
 
 
-def test_modules_import_only_from_layers_above():
-    for path in files():
-        own = unit(path)
-        for name in imported(path) - {own}:
-            assert level(name) < level(own), f"{own} imports {name}"
-
-
-def test_methods_do_not_import_each_other():
+def test_methods_use_what_outsiders_use():
     for path in (ROOT / "methods").glob("*.py"):
-        assert "methods" not in imported(path), path
+        if path.name != "__init__.py":
+            assert imported(path) <= OF_METHODS, path
 
 
-def test_only_the_exchange_names_a_collective():
-    for path in files():
-        if unit(path) in ("_exchange", "_moments"):
+def test_only_two_parts_name_collectives():
+    for path in FILES:
+        if part(path) in ("_comm", "_moments"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            assert name not in COLLECTIVES or (unit(path) == "_compat" and name == "axis_index"), f"{path}: {name}"
+            assert name not in COLLECTIVES or (part(path) == "_jax_compat" and name == "axis_index"), f"{path}: {name}"
 
 
 def test_nothing_prints_or_asserts():
-    for path in files():
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}"
             prints = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-            assert not prints or unit(path) == "__main__", path
+            assert not prints or part(path) == "__main__", path

@@ -1,0 +1,3 @@
+"""The only place of the version."""
+
+__version__ = "0.1.0"
