@@ -1,46 +1,49 @@
 """BatchNorm of Flax models under `value_and_moments`: statistics over the whole batch, though samples run one by one.
 
-Needs flax, which is imported only here. Under `value_and_moments` a model sees one sample at a time; its BatchNorm must
-average its statistics over the sample axis, or the gradient is silently wrong (see `gcjax.check_moments`).
+Needs flax; no other module of gcjax imports it. Under `value_and_moments` a model sees one sample at a time. Its
+BatchNorm must average its statistics over the sample axis; otherwise the gradient is silently wrong (see
+`gcjax.check_moments`).
 """
 
 import contextlib
+from collections.abc import Iterator
 
 from flax import linen, nnx
 
 
 @contextlib.contextmanager
-def sync_batchnorm(axis_name, *models):
-    """Let every BatchNorm that has no axis name of its own average its statistics over `axis_name`.
+def sync_batchnorm(axis_name: str, *models: nnx.Module) -> Iterator[None]:
+    """Make every BatchNorm that has no axis name of its own average its statistics over `axis_name`.
 
-    Linen: any module applied inside the context, unmodified. NNX: the models given, for the time of the context; inside
-    a loss make them with `nnx.merge(graphdef, params, rest, copy=True)`, as NNX forbids changing a module of an outer
-    trace. Layers with an axis name, and layers that use running averages, stay as they are. Initialise models outside.
+    Linen: works on any module applied inside the context. NNX: works on the models passed in, until the context ends.
+    Inside a loss make them with `nnx.merge(graphdef, params, rest, copy=True)`: NNX forbids changing a module that was
+    made outside the current trace. Layers with an axis name and layers that use running averages are left alone.
+    Initialise models outside the context.
 
-    Running statistics come out equal for all samples, so that `has_aux` returns them as plain training would.
+    Running statistics come out equal for all samples, so `has_aux` returns them as plain training would.
 
     Args:
-        axis_name: the `sample_axis` of `value_and_moments`.
-        *models: NNX modules.
+      axis_name: the `sample_axis` of `value_and_moments`.
+      *models: NNX modules.
 
     Raises:
-        TypeError: a model is no NNX module.
+      TypeError: a model is not an NNX module.
 
     Example:
-        >>> def loss_fn(params, batch):
-        ...     with sync_batchnorm("batch"):
-        ...         variables = {"params": params, "batch_stats": batch["stats"]}
-        ...         logits, updated = model.apply(variables, batch["x"], mutable=["batch_stats"])
-        ...     return cross_entropy(logits, batch["y"]), updated["batch_stats"]
-        >>> fn = value_and_moments(
-        ...     loss_fn, has_aux=True, sample_axis="batch", in_axes={"x": 0, "y": 0, "stats": None}
-        ... )
+      >>> def loss_fn(params, batch):
+      ...     with sync_batchnorm("batch"):
+      ...         variables = {"params": params, "batch_stats": batch["stats"]}
+      ...         logits, updated = model.apply(variables, batch["x"], mutable=["batch_stats"])
+      ...     return cross_entropy(logits, batch["y"]), updated["batch_stats"]
+      >>> fn = value_and_moments(
+      ...     loss_fn, has_aux=True, sample_axis="batch", in_axes={"x": 0, "y": 0, "stats": None}
+      ... )
     """
 
     def set_axis(next_fun, args, kwargs, context):
         module = context.module
         if isinstance(module, linen.BatchNorm) and module.axis_name is None:
-            # Bound modules are clones made by apply: the user's module is not touched. They are frozen dataclasses.
+            # A bound module is a clone made by apply, so the user's module stays as it is. It is a frozen dataclass.
             object.__setattr__(module, "axis_name", axis_name)
         return next_fun(*args, **kwargs)
 
@@ -55,10 +58,9 @@ def sync_batchnorm(axis_name, *models):
             layer.axis_name = None
 
 
-def _batchnorms(model):
+def _batchnorms(model: nnx.Module) -> list[nnx.BatchNorm]:
+    """The BatchNorm layers of a model that have no axis name."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"sync_batchnorm takes NNX modules, got {type(model).__name__}; linen modules need not be passed"
-        )
+        raise TypeError(f"sync_batchnorm takes NNX modules, got {type(model).__name__}; do not pass linen modules")
     nodes = (node for _, node in nnx.iter_graph(model))
     return [node for node in nodes if isinstance(node, nnx.BatchNorm) and node.axis_name is None]

@@ -1,35 +1,41 @@
 """`check_moments`: is the loss really a mean (or sum) of independent samples?"""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gcjax._moments.api import value_and_moments
+from gcjax._types import ArrayLike, PyTree
 
 CURE = (
     "The loss of the batch is not the mean (reduction='mean') or the sum (reduction='sum') of its samples' losses. "
-    "BatchNorm: set sample_axis='batch' and give the same axis name to the layer (gcjax.flax.sync_batchnorm does). "
+    "BatchNorm: set sample_axis='batch' and pass the same axis name to the layer (gcjax.flax.sync_batchnorm does). "
     "Weighted or masked mean: divide the weights by their sum outside loss_fn and use reduction='sum'. "
-    "Dropout: check without it, for its mask depends on the shape of the batch."
+    "Dropout: turn it off for this check, because its mask depends on the shape of the batch."
 )
 
 
-def check_moments(loss_fn, has_aux=False, **keywords):
+def check_moments(loss_fn: Callable[[PyTree, PyTree], Any], has_aux: bool = False, **keywords: Any) -> Callable:
     """Build a function that compares `value_and_moments` with plain `jax.value_and_grad` of the whole batch.
 
     A loss that couples its samples (BatchNorm without an axis name, a mean over unmasked entries) gives a wrong
     gradient without any other sign. Call this once, outside jit, before training.
 
     Args:
-        loss_fn: as in `value_and_moments`, and so are all keywords.
+      loss_fn: as in `value_and_moments`.
+      has_aux: as in `value_and_moments`.
+      **keywords: the other options of `value_and_moments`.
 
     Returns:
-        `check(params, batch, rtol=None) -> None`. `rtol` is relative to the largest gradient entry over all leaves;
-        by default the square root of the coarsest machine epsilon among the parameters.
+      `check(params, batch, rtol=None) -> None`. `rtol` is relative to the largest gradient entry over all leaves. The
+      default is the square root of the coarsest machine epsilon among the parameters.
 
-    Raises:
-        ValueError: the loss or a leaf of the gradient disagrees, with the leaf, the size and the cure.
-        TypeError: called under jit, where values are not known.
+    Raises (from `check`):
+      ValueError: the loss or a leaf of the gradient differs. The message names the leaf, the error and the cure.
+      TypeError: called under jit, where values are not known.
     """
     moments_fn = jax.jit(value_and_moments(loss_fn, has_aux, **keywords))
     # One group of the whole batch is the batch loss itself, with the sample axis bound to size 1.
@@ -54,11 +60,11 @@ def check_moments(loss_fn, has_aux=False, **keywords):
     return check
 
 
-def _largest(leaf):
+def _largest(leaf: ArrayLike) -> float:
     return float(jnp.max(jnp.abs(leaf), initial=0.0))
 
 
-def _compare(name, got, want, rtol, scale):
+def _compare(name: str, got: ArrayLike, want: ArrayLike, rtol: float, scale: float) -> None:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     error = np.max(np.abs(got - want), initial=0.0)
     # Written so that a NaN difference counts as disagreement.

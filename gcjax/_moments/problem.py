@@ -1,90 +1,80 @@
-"""From a loss, its options and its arguments to the loss of one group of samples, with the arguments checked."""
+"""From a loss, its options and its arguments to the loss of one group of samples, with everything checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
+from gcjax._types import Array, PyTree
+from gcjax._validation import check_choice, check_integer
 
-METHODS = ("auto", "sinks", "vmap", "scan")
-REDUCTIONS = ("mean", "sum")
+MAX_BYTES = 256 << 20
 
 
-class Options(NamedTuple):
-    """The keywords of `value_and_moments`, checked by `make_options`."""
+@dataclass(frozen=True)
+class Options:
+    """The options of `value_and_moments`, checked as far as they can be before the arguments are known."""
 
-    loss_fn: Callable
-    has_aux: bool
-    in_axes: Any
-    sample_axis: Any
-    microbatches: int | None
-    reduction: str
-    method: str
-    max_bytes: int
+    loss_fn: Callable[[PyTree, PyTree], Any]
+    has_aux: bool = False
+    in_axes: PyTree = 0
+    sample_axis: Hashable = None
+    microbatches: int | None = None
+    reduction: str = "mean"
+    method: str = "auto"
+    max_bytes: int = MAX_BYTES
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {self.loss_fn!r}")
+        check_choice("method", self.method, ("auto", "sinks", "vmap", "scan"))
+        check_choice("reduction", self.reduction, ("mean", "sum"))
+        if self.microbatches is not None:
+            check_integer("microbatches", self.microbatches, 1)
+        check_integer("max_bytes", self.max_bytes, 1)
+        if self.method == "scan" and self.sample_axis is not None:
+            raise ValueError(
+                f"method='scan' takes one sample at a time and cannot bind sample_axis={self.sample_axis!r}; use "
+                "'sinks' or 'vmap'"
+            )
+        for axis in jax.tree.leaves(self.in_axes):
+            if isinstance(axis, bool) or axis != 0:
+                raise ValueError(
+                    f"in_axes may only hold 0 (split over samples) and None (shared by all samples), got {axis!r}"
+                )
 
 
 class Problem(NamedTuple):
     """One call of `value_and_moments`.
 
     Attributes:
-        gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group; `grad` already carries the 1/groups.
-        params: pytree, typed as varying over every mesh axis of the batch.
-        mapped: list of the split leaves of the batch, each `[groups, group size, ...]`.
-        shared: list of the other leaves.
-        groups: number of groups; equal to the batch size unless microbatches were asked for.
-        aux_like: shapes of aux for the whole batch, or None without aux.
-        options: the options.
+      gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group. `grad` is already divided by the number
+        of groups if the reduction is a mean; `value` is not.
+      params: pytree, typed as varying over every mesh axis of the batch.
+      mapped: the leaves of the batch that are split over samples, each `[groups, group size, ...]`.
+      shared: the other leaves.
+      groups: number of groups: the microbatches, or else the batch size.
+      aux_like: shapes of aux for the whole batch; None without aux.
+      options: the options.
     """
 
-    gradient: Callable
-    params: Any
-    mapped: list
-    shared: list
+    gradient: Callable[[PyTree, list[Array], list[Array]], tuple[PyTree, tuple[Array, PyTree]]]
+    params: PyTree
+    mapped: list[Array]
+    shared: list[Array]
     groups: int
-    aux_like: Any
+    aux_like: PyTree
     options: Options
 
-    @property
-    def sample_axis(self):
-        return self.options.sample_axis
 
-
-def make_options(
-    loss_fn,
-    has_aux=False,
-    *,
-    in_axes=0,
-    sample_axis=None,
-    microbatches=None,
-    reduction="mean",
-    method="auto",
-    max_bytes=256 << 20,
-) -> Options:
-    """Check everything that can be checked before the arguments are known."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {loss_fn!r}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
-        raise ValueError(f"microbatches must be None or a positive int, got {microbatches!r}")
-    if not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ValueError(f"max_bytes must be a positive int, got {max_bytes!r}")
-    if method == "scan" and sample_axis is not None:
-        raise ValueError("method='scan' takes one sample at a time and cannot bind sample_axis; use 'sinks' or 'vmap'")
-    for axis in jax.tree.leaves(in_axes):
-        if isinstance(axis, bool) or axis != 0:
-            raise ValueError(f"in_axes may only hold 0 (split over samples) and None (shared by them), got {axis!r}")
-    return Options(loss_fn, has_aux, in_axes, sample_axis, microbatches, reduction, method, max_bytes)
-
-
-def make_problem(options: Options, params, batch) -> Problem:
+def make_problem(options: Options, params: PyTree, batch: PyTree) -> Problem:
     """Check the arguments, split the batch into groups and close over the loss of one group."""
     params = _checked_params(params)
-    leaves, is_mapped, treedef = _flat_batch(batch, options.in_axes)
+    is_mapped = _is_mapped(batch, options.in_axes)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
     size = _batch_size(leaves, is_mapped)
     groups = options.microbatches or size
     if size % groups:
@@ -96,80 +86,74 @@ def make_problem(options: Options, params, batch) -> Problem:
     shared = [a for a, m in zip(arrays, is_mapped, strict=True) if not m]
     scale = 1.0 / groups if options.reduction == "mean" else 1.0
 
-    def batch_loss(params, mapped, shared):
+    def group_loss(params, mapped, shared):
         split, whole = iter(mapped), iter(shared)
-        batch = treedef.unflatten([next(split if m else whole) for m in is_mapped])
+        batch = jax.tree.unflatten(treedef, [next(split if m else whole) for m in is_mapped])
         return _checked_loss(options, params, batch)
 
     def gradient(params, mapped, shared):
         def scaled(params):
-            value, aux = batch_loss(params, mapped, shared)
+            value, aux = group_loss(params, mapped, shared)
             return value * scale, (value, aux)
 
         return jax.grad(scaled, has_aux=True)(params)
 
-    # An invarying parameter under a varying batch would have its gradient summed over the mesh by autodiff.
+    # If the parameters did not vary over the mesh but the batch did, autodiff would sum the gradient over the mesh.
     params = _jax_compat.vary(params, _jax_compat.varying_axes((mapped, shared)))
     aux_like = None
     if options.has_aux:
+        env = [] if options.sample_axis is None else [(options.sample_axis, 1)]
         whole = [a.reshape(size, *a.shape[2:]) for a in mapped]
-        aux_like = _shapes_for_whole_batch(batch_loss, options.sample_axis, params, whole, shared)
+        _, (_, aux_like) = jax.make_jaxpr(group_loss, axis_env=env, return_shape=True)(params, whole, shared)
     return Problem(gradient, params, mapped, shared, groups, aux_like, options)
 
 
-def _shapes_for_whole_batch(batch_loss, sample_axis, params, whole, shared):
-    env = [] if sample_axis is None else [(sample_axis, 1)]
-    _, (_, aux) = jax.make_jaxpr(batch_loss, axis_env=env, return_shape=True)(params, whole, shared)
-    return aux
-
-
-def _checked_params(params):
+def _checked_params(params: PyTree) -> PyTree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"params{jax.tree_util.keystr(path)} has dtype {dtype}; moments need real floating parameters: "
+                f"params{jax.tree_util.keystr(path)} has dtype {dtype}, but moments need real floating parameters: "
                 "pass it in the batch with in_axes None, or cast it"
             )
     return jax.tree.map(jnp.asarray, params)
 
 
-def _flat_batch(batch, in_axes):
-    """The leaves of the batch with their paths, for each whether it is split over samples, and the tree's structure."""
+def _is_mapped(batch: PyTree, in_axes: PyTree) -> list[bool]:
+    """For each leaf of the batch, whether it is split over samples."""
 
     def split(axis, part):
         return jax.tree.map(lambda _: axis == 0, part)
 
     try:
-        is_mapped = jax.tree.leaves(jax.tree.map(split, in_axes, batch, is_leaf=lambda x: x is None))
+        return jax.tree.leaves(jax.tree.map(split, in_axes, batch, is_leaf=lambda x: x is None))
     except ValueError as error:
         raise ValueError(f"in_axes={in_axes!r} is not a prefix of the batch's tree: {error}") from error
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    return leaves, is_mapped, treedef
 
 
-def _batch_size(leaves, is_mapped):
-    sizes = {}
+def _batch_size(leaves: list[tuple[Any, Any]], is_mapped: list[bool]) -> int:
+    """The leading size of all leaves that are split; leaves: (path, leaf)."""
+    sizes: dict[str, int] = {}
     for (path, leaf), mapped in zip(leaves, is_mapped, strict=True):
-        name = f"batch{jax.tree_util.keystr(path)}"
         if not mapped:
             continue
+        name = f"batch{jax.tree_util.keystr(path)}"
         if not jnp.shape(leaf):
-            raise ValueError(f"{name} is a scalar and cannot be split over samples; give it in_axes None")
+            raise ValueError(f"{name} is a scalar and cannot be split over samples; set in_axes None for it")
         sizes[name] = jnp.shape(leaf)[0]
     if not sizes:
         raise ValueError("the batch has no leaf to split over samples: pass one, or set in_axes 0 for it")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"leaves of the batch differ in leading size ({listed}); give shared ones in_axes None")
+        raise ValueError(f"leaves of the batch differ in leading size ({listed}); set in_axes None for shared ones")
     name, size = next(iter(sizes.items()))
     if size == 0:
         raise ValueError(f"{name} has leading size 0: an empty batch has no moments; skip the step")
     return size
 
 
-def _checked_loss(options, params, batch):
-    """Call the loss on a group; returns (loss, aux), aux None without has_aux."""
+def _checked_loss(options: Options, params: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+    """Call the loss on a group; returns (loss, aux), with aux None unless has_aux."""
     out = options.loss_fn(params, batch)
     if options.has_aux:
         if not isinstance(out, tuple) or len(out) != 2:

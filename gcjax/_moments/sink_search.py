@@ -1,25 +1,28 @@
-"""From the gradient outputs of a jaxpr back to their sinks.
+"""From the gradients in a backward pass back to their sinks.
 
-The walk starts at a gradient and goes back through operations that move, scale or add entries to the equation that
-makes it. What it does not recognise is cut where it stands: that value is stacked over samples by vmap.
+The search starts at a gradient and goes back through operations that move, scale or add entries, to the equation that
+makes it. What no rule covers is cut where it stands: vmap stacks that value over samples.
 """
 
-import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import numpy as np
-
-from gcjax import _jax_compat
-from gcjax._moments.rules.combine import Joined, Mixed, ScannedLayers, ScannedSum, Stacked, Tied
+from gcjax._moments.jaxprs import Atom, JaxprEqn, Literal, Scope, Var, aval, scan_parts
+from gcjax._moments.problem import Problem
+from gcjax._moments.program import BackwardPass, trace
+from gcjax._moments.rules.combine import Concatenated, Scanned, ScannedLayers, ScannedSum, Tied
 from gcjax._moments.rules.conv import Conv, is_kernel_gradient
 from gcjax._moments.rules.dense import Dense
 from gcjax._moments.rules.embedding import Embedding, is_row_scatter
-from gcjax._moments.rules.entrywise import Entrywise, Leaf, entrywise_operand
+from gcjax._moments.rules.linear import Entrywise, Mixed, entrywise_operand
+from gcjax._moments.rules.node import Node
+from gcjax._moments.rules.per_sample import PerSample
 
 ADDITIONS = ("add", "add_any")
-ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
-# A product with one operand shared by all samples counts as a sink when it is that much larger than the other operand.
+# A product with an operand that all samples share counts as a sink if it is this many times larger than the other
+# operand. A smaller one is most likely an activation or a cotangent on its way through a layer.
 EXPANSION = 8
-# Primitives by the operands in which they are linear when the others are fixed.
+# Primitives by the operands in which they are linear if the others are fixed.
 LINEAR = {
     "dot_general": (0, 1),
     "conv_general_dilated": (0, 1),
@@ -33,88 +36,80 @@ LINEAR = {
 }
 
 
-class Scope:
-    """One jaxpr with what the walk asks about it.
+class SinkSearch(NamedTuple):
+    """What the search found for one problem.
 
-    Args:
-        jaxpr: an open jaxpr.
-        shared: those of its inputs that are equal for all samples.
+    Attributes:
+      program: the backward pass of one group.
+      nodes: the node of every leaf of the gradient.
+      stacked_bytes: bytes per group of the gradients that no rule covers, which vmap stacks.
     """
 
-    def __init__(self, jaxpr, shared):
-        self.jaxpr = jaxpr
-        self.made_by = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
-        self.shared = set(shared) | set(jaxpr.constvars)
-        for eqn in jaxpr.eqns:
-            # An effect is that of a random or impure operation, or of naming the sample axis (axis_index).
-            if not eqn.effects and all(map(self.is_shared, eqn.invars)):
-                self.shared.update(eqn.outvars)
-
-    def is_shared(self, atom) -> bool:
-        """Whether the value is known to be equal for all samples."""
-        return _jax_compat.is_literal(atom) or atom in self.shared
-
-    def is_zero(self, atom) -> bool:
-        """Whether the value is known to be all zeros."""
-        while not _jax_compat.is_literal(atom):
-            eqn, _ = self.made_by.get(atom, (None, 0))
-            if eqn is None or eqn.primitive.name not in ZERO_KEEPING:
-                return False
-            atom = eqn.invars[0]
-        return not np.any(atom.val)
-
-    def uses(self, var) -> int:
-        return sum(atom is var for eqn in self.jaxpr.eqns for atom in eqn.invars) + sum(
-            atom is var for atom in self.jaxpr.outvars
-        )
-
-    def body(self, scan) -> "Scope":
-        """The scope of a scan's body."""
-        inner = scan.params["jaxpr"].jaxpr
-        first, last = scan.params["num_consts"], scan.params["num_consts"] + scan.params["num_carry"]
-        pairs = list(zip(inner.invars, scan.invars, strict=True))
-        # A carry may differ between samples after the first step though it starts equal.
-        return Scope(inner, [v for v, outer in pairs[:first] + pairs[last:] if self.is_shared(outer)])
+    program: BackwardPass
+    nodes: list[Node]
+    stacked_bytes: int
 
 
-def find(scope, var):
-    """The node of a gradient: a tree of sinks below linear operations, or a `Leaf`."""
-    if _jax_compat.is_literal(var) or var not in scope.made_by:
-        return Leaf(var)
+def search_sinks(problem: Problem) -> SinkSearch:
+    """Trace the problem and find the sinks of every gradient."""
+    program = trace(problem)
+    scope = Scope(program.jaxpr, program.shared)
+    nodes = [find_node(scope, var) for var in program.gradients]
+    parts = [part for node in nodes for part in outside_scans(node) if isinstance(part, PerSample)]
+    stacked = {key for part in parts for key in part.operands if not scope.is_shared(key)}
+    types = [aval(key) for key in stacked]
+    return SinkSearch(program, nodes, sum(type.size * type.dtype.itemsize for type in types))
+
+
+def outside_scans(node: Node) -> Iterator[Node]:
+    """The node and its descendants, without those inside the body of a scan."""
+    yield node
+    if not isinstance(node, Scanned):
+        for child in node.children:
+            yield from outside_scans(child)
+
+
+def find_node(scope: Scope, var: Atom) -> Node:
+    """The node of a gradient: a tree of sinks below linear operations, or a `PerSample`."""
+    if isinstance(var, Literal) or var not in scope.made_by:
+        return PerSample(var)
     eqn, index = scope.made_by[var]
     name = eqn.primitive.name
-    leaf = Leaf(var, name)
+    cut = PerSample(var, name)
     if name in ADDITIONS:
-        return _addition(scope, eqn, leaf)
+        if any(isinstance(atom, Literal) or aval(atom).shape != aval(var).shape for atom in eqn.invars):
+            return cut
+        return _tied([find_node(scope, atom) for atom in eqn.invars], cut)
     if name == "scan":
-        return _scan(scope, eqn, index, leaf)
+        return _scan(scope, eqn, index, cut)
     if name == "concatenate":
-        parts = tuple(find(scope, atom) for atom in eqn.invars)
-        return leaf if all(isinstance(part, Leaf) for part in parts) else Joined(eqn, parts)
+        parts = tuple(find_node(scope, atom) for atom in eqn.invars)
+        return cut if all(isinstance(part, PerSample) for part in parts) else Concatenated(eqn, children=parts)
     operand = entrywise_operand(eqn, scope)
     if operand is not None:
-        child = find(scope, eqn.invars[operand])
-        return Leaf(var, child.made_by) if isinstance(child, Leaf) else Entrywise(eqn, index, operand, child)
-    return _mixed(scope, eqn) or _sink(scope, eqn) or leaf
+        child = find_node(scope, eqn.invars[operand])
+        if isinstance(child, PerSample):
+            return PerSample(var, child.made_by)
+        return Entrywise(eqn, operand, index, children=(child,))
+    return _mixed(scope, eqn) or _sink(scope, eqn) or cut
 
 
-def _sink(scope, eqn):
+def _sink(scope: Scope, eqn: JaxprEqn) -> Node | None:
     """The sink that the equation is, or None."""
     name = eqn.primitive.name
     if name == "scatter-add":
-        return Embedding(eqn) if is_row_scatter(eqn, scope.is_zero) else None
-    if name not in ("dot_general", "conv_general_dilated") or any(map(_jax_compat.is_literal, eqn.invars)):
+        return Embedding(eqn) if is_row_scatter(eqn, scope) else None
+    if name not in ("dot_general", "conv_general_dilated") or any(isinstance(atom, Literal) for atom in eqn.invars):
         return None
-    varying = [atom.aval.size for atom in eqn.invars if not scope.is_shared(atom)]
-    if len(varying) == 1 and eqn.outvars[0].aval.size <= EXPANSION * varying[0]:
-        # Most likely an activation or a cotangent on its way through a layer, not a weight's gradient.
+    varying = [aval(atom).size for atom in eqn.invars if not scope.is_shared(atom)]
+    if len(varying) == 1 and aval(eqn.outvars[0]).size <= EXPANSION * varying[0]:
         return None
     if name == "dot_general":
         return Dense(eqn)
-    return Conv(eqn) if name == "conv_general_dilated" and is_kernel_gradient(eqn) else None
+    return Conv(eqn) if is_kernel_gradient(eqn) else None
 
 
-def _mixed(scope, eqn):
+def _mixed(scope: Scope, eqn: JaxprEqn) -> Node | None:
     """A node for an equation that is linear in a weight's gradient and otherwise equal for all samples, or None."""
     if eqn.primitive.name not in LINEAR:
         return None
@@ -122,96 +117,62 @@ def _mixed(scope, eqn):
     if len(varying) != 1 or varying[0] not in LINEAR[eqn.primitive.name]:
         return None
     source = eqn.invars[varying[0]]
-    child = find(scope, source)
-    if isinstance(child, Leaf) or any(map(scope.is_shared, _sink_operands(child))):
+    child = find_node(scope, source)
+    nodes = list(outside_scans(child))
+    # A product with a shared operand is a cotangent on its way through a layer's weight.
+    products = [node for node in nodes if isinstance(node, Dense | Conv)]
+    if isinstance(child, PerSample) or any(scope.is_shared(key) for node in products for key in node.operands):
         return None
-    # A product of two activations (in attention) is no larger than they are: stacking it costs nothing new.
-    held = sum(key_size(key) for key in child.operands if not scope.is_shared(key))
-    return Mixed(eqn, varying[0], child) if _has_mixed(child) or source.aval.size >= held else None
+    # A product of two activations (in attention) is no larger than they are: stacking it costs nothing more.
+    held = sum(aval(key).size for key in child.operands if not scope.is_shared(key))
+    if aval(source).size < held and not any(isinstance(node, Mixed) for node in nodes):
+        return None
+    return Mixed(eqn, varying[0], children=(child,))
 
 
-def _has_mixed(node) -> bool:
-    match node:
-        case Mixed():
-            return True
-        case Entrywise():
-            return _has_mixed(node.child)
-        case Tied() | Joined():
-            return any(map(_has_mixed, node.children))
-    return False
-
-
-def _sink_operands(node) -> tuple:
-    """Operands of the node's products; a shared one tells a cotangent passed on through a layer's weight."""
-    match node:
-        case Dense() | Conv():
-            return node.operands
-        case Entrywise() | Mixed():
-            return _sink_operands(node.child)
-        case Tied() | Joined():
-            return tuple(atom for child in node.children for atom in _sink_operands(child))
-    return ()
-
-
-def key_size(key) -> int:
-    """Number of entries per sample of an operand."""
-    if isinstance(key, Stacked):
-        return key.scan.params["length"] * key_size(key.key)
-    return math.prod(key.aval.shape)
-
-
-def _addition(scope, eqn, leaf):
-    shape = eqn.outvars[0].aval.shape
-    if any(_jax_compat.is_literal(atom) or atom.aval.shape != shape for atom in eqn.invars):
-        return leaf
-    return _tied([find(scope, atom) for atom in eqn.invars], leaf)
-
-
-def _tied(children, leaf):
-    if all(isinstance(child, Leaf) for child in children):
-        return leaf
+def _tied(children: Sequence[Node], cut: PerSample) -> Node:
+    """The sum of gradients; `cut` if no child has a rule."""
+    if all(isinstance(child, PerSample) for child in children):
+        return cut
     flat = [part for child in children for part in (child.children if isinstance(child, Tied) else [child])]
-    return Tied(tuple(flat)) if len(flat) > 1 else flat[0]
+    return Tied(children=tuple(flat)) if len(flat) > 1 else flat[0]
 
 
-def _scan(scope, eqn, index, leaf):
+def _scan(scope: Scope, eqn: JaxprEqn, index: int, cut: PerSample) -> Node:
+    """The node of result `index` of a scan."""
     body = scope.body(eqn)
-    carries = eqn.params["num_carry"]
-    if index >= carries:
-        child = find(body, body.jaxpr.outvars[index])
-        return Leaf(leaf.key, child.made_by) if isinstance(child, Leaf) else ScannedLayers(eqn, child)
-    carry = body.jaxpr.invars[eqn.params["num_consts"] + index]
-    if body.uses(carry) != 1 or not scope.is_zero(eqn.invars[eqn.params["num_consts"] + index]):
-        return leaf
-    terms = _added_to(body, carry, body.jaxpr.outvars[index])
+    out = body.jaxpr.outvars[index]
+    if index >= eqn.params["num_carry"]:
+        child = find_node(body, out)
+        if isinstance(child, PerSample):
+            return PerSample(cut.key, child.made_by)
+        return ScannedLayers(eqn, children=(child,))
+    carry, start = scan_parts(eqn, body.jaxpr.invars)[1][index], scan_parts(eqn, eqn.invars)[1][index]
+    if body.uses(carry) != 1 or not scope.is_zero(start):
+        return cut
+    terms = _added_to(body, carry, out)
     if not terms:
-        return leaf
-    child = _tied([find(body, term) for term in terms], leaf)
-    return ScannedSum(eqn, child) if _can_stack(child) else leaf
+        return cut
+    child = _tied([find_node(body, term) for term in terms], cut)
+    return ScannedSum(eqn, children=(child,)) if _can_stack(child) else cut
 
 
-def _can_stack(node) -> bool:
-    """Whether time may join the positions: no whole gradient per step, no factor that may change with time."""
-    if isinstance(node, Tied):
-        return all(map(_can_stack, node.children))
-    if isinstance(node, Entrywise):
-        return not node.shared and _can_stack(node.child)
-    if isinstance(node, Mixed | Joined):
+def _can_stack(node: Node) -> bool:
+    """Whether time may join the positions: no whole gradient per step, and no factor that may change with time."""
+    if isinstance(node, PerSample | Mixed | Concatenated) or (isinstance(node, Entrywise) and node.shared):
         return False
-    if isinstance(node, ScannedLayers | ScannedSum):
-        return _can_stack(node.child)
-    return not isinstance(node, Leaf)
+    return all(map(_can_stack, node.children))
 
 
-def _added_to(body, carry, var):
-    """The terms whose sum with `carry` is `var`, or None if `var` is anything else."""
-    if _jax_compat.is_literal(var) or var not in body.made_by:
+def _added_to(body: Scope, carry: Var, var: Atom) -> list[Atom] | None:
+    """The terms whose sum with `carry` is `var`; None if `var` is anything else."""
+    if isinstance(var, Literal) or var not in body.made_by:
         return [] if var is carry else None
     eqn, _ = body.made_by[var]
     if eqn.primitive.name not in ADDITIONS:
         return None
     for this, other in (eqn.invars, reversed(eqn.invars)):
         terms = _added_to(body, carry, this)
-        if terms is not None and not _jax_compat.is_literal(other):
+        if terms is not None and not isinstance(other, Literal):
             return [*terms, other]
     return None

@@ -133,7 +133,7 @@ def test_no_parameter_takes_a_slow_way_to_its_squares(file):
     task, _ = task_on(file)
     params = random_like(jax.eval_shape(task.init, jax.random.key(0))[0])
     table = gcjax.explain_moments(lambda p, batch: task.loss(p, batch, None))(params, next(task.batches(0))[:3])
-    assert {row.rule for row in table.rows} == {"dense", "leaf", "tied"}
+    assert {row.rule for row in table.rows} == {"dense", "vmap", "tied"}
 
 
 @pytest.mark.full

@@ -212,7 +212,7 @@ BAD_CALLS = {
     "integer parameter": ({}, {"params": {"w": jnp.ones(5, int)}}, TypeError, r"params\['w'\] has dtype int32"),
     "complex parameter": ({}, {"params": {"w": jnp.ones(5, complex)}}, TypeError, "complex64"),
     "microbatches": ({"microbatches": 4}, {}, ValueError, "microbatches=4 does not divide the batch size 6"),
-    "negative microbatches": ({"microbatches": -1}, {}, ValueError, "positive int, got -1"),
+    "negative microbatches": ({"microbatches": -1}, {}, ValueError, "at least 1, got -1"),
     "method": ({"method": "fast"}, {}, ValueError, "method must be one of .* got 'fast'"),
     "reduction": ({"reduction": "none"}, {}, ValueError, "got 'none'"),
     "in_axes": ({"in_axes": {"x": 1, "y": 0}}, {}, ValueError, "got 1"),
@@ -294,6 +294,6 @@ def test_explain_moments_tells_rules_and_fallbacks():
     assert "6 samples by sinks, 6 at a time" in text
     loss, params, batch = CASES["embedding of columns"]()
     explanation = explain_moments(loss, max_bytes=1000)(params, batch)
-    assert [(row.rule, row.fallback) for row in explanation.rows] == [("leaf", True), ("dense", False)]
+    assert [(row.rule, row.fallback) for row in explanation.rows] == [("vmap", True), ("dense", False)]
     assert explanation.chunk < 6
     assert all(row.fallback for row in explain_moments(loss, method="scan")(params, batch).rows)

@@ -1,4 +1,5 @@
-"""One module per kind of sink: how its sum of squared per-sample gradients is computed.
+"""The nodes between a gradient and its operands, one module per kind: how each makes its sums over samples.
 
-Imports `_jax_compat` and the helpers of `_moments`.
+`rules.node` imports `_jax_compat` and `_moments.jaxprs`; the other modules also import `rules.node`. `dense.product` is
+shared with `conv`.
 """

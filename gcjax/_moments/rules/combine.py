@@ -1,202 +1,120 @@
-"""Nodes that join others: uses of one parameter in several places, stacked layers and loops over time in a scan."""
+"""Nodes that combine others: several uses of one parameter, and stacked layers and loops over time in a scan."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gcjax import _jax_compat
-from gcjax._moments.reduce import loop_moments, reduced
+from gcjax._moments.jaxprs import JaxprEqn, Operand, ScannedValue
+from gcjax._moments.rules.node import Key, Node, Reader, Sums
+from gcjax._types import Array
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Key of a value of a scan's body, stacked over the scan's steps."""
+class ScannedMoments:
+    """Key of the `Sums` of a node inside the body of a scan, stacked over the scan's steps.
 
-    scan: Any
-    key: Any
+    Attributes:
+      scan: the scan's equation.
+      node: the node in its body.
+    """
 
-
-@dataclass(frozen=True)
-class Paired:
-    """Key of the (G, S) of a node of a scan's body, stacked over the scan's steps."""
-
-    scan: Any
-    node: Any
+    scan: JaxprEqn
+    node: Node
 
 
 @dataclass(frozen=True, eq=False)
-class Tied:
-    """A parameter used more than once: the uses of a sample are added before the square."""
+class Tied(Node):
+    """A parameter used more than once. A sample's gradients of all uses are added before the square."""
 
-    children: tuple
     rule = "tied"
 
-    @property
-    def operands(self):
-        return tuple(dict.fromkeys(key for child in self.children for key in child.operands))
-
-    @property
-    def positions(self):
-        return max(child.positions for child in self.children)
-
-    def summed(self, read):
-        return sum(child.summed(read) for child in self.children[1:]) + self.children[0].summed(read)
-
-    def moments(self, table, size):
-        return loop_moments(self.summed, table, size)
-
-    @property
-    def needs(self):
-        return self.operands
-
-    def pair(self, read, token):
-        return reduced(self, read, token)
+    def gradient(self, read: Reader) -> Array:
+        return sum(child.gradient(read) for child in self.children[1:]) + self.children[0].gradient(read)
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
-    """A concatenation: each part moves to its place, in both sums."""
+class Concatenated(Node):
+    """A concatenation of gradients: both sums are concatenated.
 
-    eqn: Any
-    children: tuple
-    rule = "joined"
+    Attributes:
+      eqn: the equation.
+    """
+
+    eqn: JaxprEqn
+    rule = "concatenated"
 
     @property
-    def operands(self):
-        return tuple(dict.fromkeys(key for child in self.children for key in child.operands))
-
-    @property
-    def needs(self):
+    def needs(self) -> tuple[Key, ...]:
         return tuple(dict.fromkeys(key for child in self.children for key in child.needs))
 
-    @property
-    def positions(self):
-        return max(child.positions for child in self.children)
+    def gradient(self, read: Reader) -> Array:
+        return self._join([child.gradient(read) for child in self.children])
 
-    def summed(self, read):
-        return self._join([child.summed(read) for child in self.children])
+    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
+        sums = [child.moments_under_vmap(read, dummy) for child in self.children]
+        return self._join([total for total, _ in sums]), self._join([squares for _, squares in sums])
 
-    def moments(self, table, size):
-        return loop_moments(self.summed, table, size)
-
-    def pair(self, read, token):
-        totals, squares = zip(*(child.pair(read, token) for child in self.children), strict=True)
-        return self._join(totals), self._join(squares)
-
-    def _join(self, parts):
+    def _join(self, parts: Sequence[Array]) -> Array:
         return jax.lax.concatenate(parts, self.eqn.params["dimension"])
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
-    """A linear operation that mixes the entries of a weight's gradient, as in the gradient of a low-rank factor.
+class Scanned(Node):
+    """A gradient that a scan makes.
 
-    Its other operands are the same for all samples. Squares do not pass through it, but each sample's gradient does:
-    the loop over samples applies it to one gradient at a time, so that no array of batch x weight is made.
+    Attributes:
+      scan: the scan's equation.
     """
 
-    eqn: Any
-    index: int
-    child: Any
+    scan: JaxprEqn
 
     @property
-    def rule(self):
-        return f"mixed {self.child.rule}"
-
-    @property
-    def positions(self):
-        return self.child.positions
-
-    @property
-    def others(self):
-        return self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :]
-
-    @property
-    def operands(self):
-        return (*self.child.operands, *(atom for atom in self.others if not _jax_compat.is_literal(atom)))
-
-    @property
-    def needs(self):
-        return self.operands
-
-    def summed(self, read):
-        others = [atom.val if _jax_compat.is_literal(atom) else read(atom)[0] for atom in self.others]
-        return _jax_compat.bind(self.eqn, [*others[: self.index], self.child.summed(read), *others[self.index :]])[0]
-
-    def moments(self, table, size):
-        return loop_moments(self.summed, table, size)
-
-    def pair(self, read, token):
-        return reduced(self, read, token)
+    def operands(self) -> tuple[Operand, ...]:
+        return tuple(ScannedValue(self.scan, key) for key in self.child.operands)
 
 
 @dataclass(frozen=True, eq=False)
-class ScannedLayers:
-    """A stacked output of a scan, one gradient per layer: reduced inside the scan's body."""
-
-    scan: Any
-    child: Any
+class ScannedLayers(Scanned):
+    """A stacked output of a scan, one gradient per layer. Its sums are made inside the scan's body."""
 
     @property
-    def rule(self):
+    def rule(self) -> str:
         return f"scanned {self.child.rule}"
 
     @property
-    def positions(self):
-        return self.child.positions
+    def needs(self) -> tuple[Key, ...]:
+        return (ScannedMoments(self.scan, self.child),)
 
-    @property
-    def operands(self):
-        return tuple(Stacked(self.scan, key) for key in self.child.operands)
-
-    def summed(self, read):
+    def gradient(self, read: Reader) -> Array:
         keys = self.child.operands
         layers = [jnp.swapaxes(read(key), 0, 1) for key in self.operands]
-        return jax.lax.map(lambda layer: self.child.summed(dict(zip(keys, layer, strict=True)).__getitem__), layers)
+        return jax.lax.map(lambda layer: self.child.gradient(dict(zip(keys, layer, strict=True)).__getitem__), layers)
 
-    @property
-    def needs(self):
-        return (Paired(self.scan, self.child),)
-
-    def pair(self, read, token):
-        del token
-        return read(Paired(self.scan, self.child))
+    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
+        del dummy
+        return read(ScannedMoments(self.scan, self.child))
 
 
 @dataclass(frozen=True, eq=False)
-class ScannedSum:
-    """A carry of a scan that only accumulates, as for a weight shared by all time steps: time joins the positions."""
+class ScannedSum(Scanned):
+    """A carry of a scan that only accumulates, as for a weight that all time steps share.
 
-    scan: Any
-    child: Any
+    The time steps count as further positions.
+    """
 
     @property
-    def rule(self):
+    def rule(self) -> str:
         return f"{self.child.rule} over time"
 
     @property
-    def positions(self):
+    def positions(self) -> int:
         return self.child.positions * self.scan.params["length"]
 
-    @property
-    def operands(self):
-        return tuple(Stacked(self.scan, key) for key in self.child.operands)
-
-    def summed(self, read):
+    def gradient(self, read: Reader) -> Array:
         def flat(key):
-            value = read(Stacked(self.scan, key))
+            value = read(ScannedValue(self.scan, key))
             return value.reshape(-1, *value.shape[2:])
 
-        return self.child.summed(flat)
-
-    def moments(self, table, size):
-        return loop_moments(self.summed, table, size)
-
-    @property
-    def needs(self):
-        return self.operands
-
-    def pair(self, read, token):
-        return reduced(self, read, token)
+        return self.child.gradient(flat)

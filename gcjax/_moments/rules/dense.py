@@ -1,72 +1,77 @@
 """Matrix products: dense layers with and without positions, einsum weights with any number of axes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments.per_sample import accumulator_dtype
-from gcjax._moments.reduce import loop_moments, reduced, stacked_reader
+from gcjax._moments.jaxprs import JaxprEqn, Operand, aval, variables
+from gcjax._moments.rules.node import Node, Reader, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
+from gcjax._types import Array
+
+Pairs = Sequence[tuple[int, int]]  # (axis of the left operand, axis of the right operand)
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Dense(Node):
     """A `dot_general` of one sample's activation and cotangent.
 
-    With one position a sample's gradient is an outer product, and its square the outer product of the squares: a
-    second matrix product over samples. With more, a loop over samples makes each gradient once, for both sums.
+    With one position, a sample's gradient is an outer product and its square is the outer product of the squares, so
+    the sum of squares is a second matrix product. With more, a loop over samples makes each gradient once, for both
+    sums.
+
+    Attributes:
+      eqn: the equation.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     rule = "dense"
 
     @property
-    def operands(self):
-        return tuple(self.eqn.invars)
+    def operands(self) -> tuple[Operand, ...]:
+        return variables(self.eqn.invars)
 
     @property
     def positions(self) -> int:
         (contracted, _), _ = self.eqn.params["dimension_numbers"]
-        return math.prod(self.eqn.invars[0].aval.shape[d] for d in contracted)
+        return math.prod(aval(self.eqn.invars[0]).shape[d] for d in contracted)
 
-    def summed(self, read):
-        lhs, rhs = (read(key) for key in self.eqn.invars)
+    def gradient(self, read: Reader) -> Array:
+        lhs, rhs = map(read, self.operands)
         return self._product(lhs, rhs, self.eqn.params["preferred_element_type"])
 
-    def _product(self, lhs, rhs, dtype):
+    def moments(self, table: Table, size: int) -> Sums:
+        if self.positions > 1:
+            return loop_moments(self.gradient, table, size)
+        read = stacked_reader(table, size)
+        dtype = accumulator_dtype(aval(self.eqn.outvars[0]).dtype)
+        lhs, rhs = (jnp.square(read(key).astype(dtype)) for key in self.operands)
+        squares = self._product(lhs, rhs, dtype)
+        return self.gradient(read), squares
+
+    def _product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
+        """The equation's product, summed over the leading axis of both operands."""
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.eqn.params["dimension_numbers"]
         contract = [(0, 0), *((a + 1, b + 1) for a, b in zip(lhs_contract, rhs_contract, strict=True))]
         batch = [(a + 1, b + 1) for a, b in zip(lhs_batch, rhs_batch, strict=True)]
         return product(lhs, rhs, contract, batch, self.eqn.params["precision"], dtype)
 
-    def moments(self, table, size):
-        if self.positions > 1:
-            return loop_moments(self.summed, table, size)
-        read = stacked_reader(table, size)
-        dtype = accumulator_dtype(self.eqn.outvars[0].aval.dtype)
-        squares = self._product(*(jnp.square(read(key).astype(dtype)) for key in self.eqn.invars), dtype)
-        return self.summed(read), squares
 
-    @property
-    def needs(self):
-        return self.operands
-
-    def pair(self, read, token):
-        return reduced(self, read, token)
-
-
-def product(lhs, rhs, contract, batch, precision, dtype):
-    """`dot_general` with its axes given as pairs; contracted axes of size 1, which slow it down, are dropped first."""
+def product(
+    lhs: Array, rhs: Array, contract: Pairs, batch: Pairs, precision: Any, dtype: jax.typing.DTypeLike | None
+) -> Array:
+    """`dot_general` with its axes given as pairs. Contracted axes of size 1 are dropped first: they slow it down."""
     dropped = [(a, b) for a, b in contract if lhs.shape[a] == 1]
     kept = [pair for pair in contract if pair not in dropped]
-    lhs, lhs_dims = _without([a for a, _ in dropped], lhs, [a for a, _ in kept], [a for a, _ in batch])
-    rhs, rhs_dims = _without([b for _, b in dropped], rhs, [b for _, b in kept], [b for _, b in batch])
+    lhs, lhs_dims = _squeeze(lhs, [a for a, _ in dropped], [a for a, _ in kept], [a for a, _ in batch])
+    rhs, rhs_dims = _squeeze(rhs, [b for _, b in dropped], [b for _, b in kept], [b for _, b in batch])
     dims = ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1]))
     return jax.lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=dtype)
 
 
-def _without(dropped, array, *axes):
-    """Squeeze the `dropped` axes away; returns the array and the other axes' new positions."""
-    return jnp.squeeze(array, dropped), [[d - sum(x < d for x in dropped) for d in group] for group in axes]
+def _squeeze(array: Array, dropped: list[int], *groups: list[int]) -> tuple[Array, list[list[int]]]:
+    """Squeeze the `dropped` axes; returns the array and the new positions of the axes in each of `groups`."""
+    return jnp.squeeze(array, dropped), [[d - sum(x < d for x in dropped) for d in group] for group in groups]

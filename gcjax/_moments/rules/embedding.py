@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
-from gcjax._moments.per_sample import accumulator_dtype
-from gcjax._moments.reduce import reduced, stacked_reader
+from gcjax._moments.jaxprs import JaxprEqn, Operand, Scope, aval, variables
+from gcjax._moments.rules.node import Node, Reader, Sums, Table, accumulator_dtype, stacked_reader
+from gcjax._types import Array
 
 ROWS = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
@@ -17,77 +17,73 @@ ROWS = jax.lax.ScatterDimensionNumbers(
 
 
 @dataclass(frozen=True, eq=False)
-class Embedding:
+class Embedding(Node):
     """A `scatter-add` of whole rows into zeros.
 
-    Tokens that occur twice in a sample are added before the square: the sample's rows are sorted by token, the runs of
-    equal tokens summed, squared and scattered. No array of batch x table is made.
+    Rows of a token that occurs twice in a sample are added before the square: a sample's rows are sorted by token, and
+    the runs of equal tokens are summed, squared and scattered. No array of batch x table is made.
+
+    Attributes:
+      eqn: the equation.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     rule = "embedding"
 
     @property
-    def operands(self):
-        return tuple(self.eqn.invars[1:])
+    def operands(self) -> tuple[Operand, ...]:
+        return variables(self.eqn.invars[1:])
 
     @property
     def positions(self) -> int:
-        return math.prod(self.eqn.invars[1].aval.shape[:-1])
+        return math.prod(aval(self.eqn.invars[1]).shape[:-1])
 
-    def summed(self, read):
-        ids, rows = self._flat(*(read(key) for key in self.operands))
+    def gradient(self, read: Reader) -> Array:
+        ids, rows = self._flat(*map(read, self.operands))
         return self._scatter(ids.reshape(-1), rows.reshape(-1, rows.shape[-1]), rows.dtype)
 
-    def moments(self, table, size):
+    def moments(self, table: Table, size: int) -> Sums:
         ids, rows = self._flat(*map(stacked_reader(table, size), self.operands))
         dtype = accumulator_dtype(rows.dtype)
         rows = rows.astype(dtype)
         total = self._scatter(ids.reshape(-1), rows.reshape(-1, rows.shape[-1]), dtype)
         ids, rows = jax.vmap(sum_of_runs)(ids, rows)
         squares = self._scatter(ids.reshape(-1), jnp.square(rows).reshape(-1, rows.shape[-1]), dtype)
-        return total.astype(self.eqn.outvars[0].aval.dtype), squares
+        return total.astype(aval(self.eqn.outvars[0]).dtype), squares
 
-    @property
-    def needs(self):
-        return self.operands
-
-    def pair(self, read, token):
-        return reduced(self, read, token)
-
-    def _flat(self, ids, rows):
+    def _flat(self, ids: Array, rows: Array) -> tuple[Array, Array]:
         """`[N, ..., 1]` and `[N, ..., row]` -> ids `[N, T]` and rows `[N, T, features]`."""
         count = ids.shape[0]
         ids = ids.reshape(count, -1)
         if self.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-            # Clipped first, so that different ids beyond the table's end count as the one row that they mean.
-            ids = jnp.clip(ids, 0, self.eqn.outvars[0].aval.shape[0] - 1)
+            # Clipped before the sort, so that all ids beyond the table's end count as its last row.
+            ids = jnp.clip(ids, 0, aval(self.eqn.outvars[0]).shape[0] - 1)
         return ids, rows.reshape(count, ids.shape[1], -1)
 
-    def _scatter(self, ids, rows, dtype):
-        shape = self.eqn.outvars[0].aval.shape
+    def _scatter(self, ids: Array, rows: Array, dtype: jax.typing.DTypeLike) -> Array:
+        shape = aval(self.eqn.outvars[0]).shape
         zeros = _jax_compat.zeros((shape[0], rows.shape[-1]), dtype, [ids, rows])
         out = jax.lax.scatter_add(zeros, ids[:, None], rows, ROWS, mode=self.eqn.params["mode"])
         return out.reshape(shape)
 
 
-def sum_of_runs(ids, rows):
+def sum_of_runs(ids: Array, rows: Array) -> tuple[Array, Array]:
     """Add the rows of equal ids: `[T]`, `[T, d]` -> the same shapes, each id once, zero rows at the unused end."""
     order = jnp.argsort(ids)
     ids, rows = ids[order], rows[order]
     run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (ids[1:] != ids[:-1]).astype(jnp.int32)]))
     sums = jnp.zeros_like(rows).at[run].add(rows, indices_are_sorted=True)
-    # Unused runs keep id 0, where their zero rows do no harm.
+    # Unused runs keep id 0, where their zero rows change nothing.
     return jnp.zeros_like(ids).at[run].set(ids, indices_are_sorted=True), sums
 
 
-def is_row_scatter(eqn, is_zero) -> bool:
+def is_row_scatter(eqn: JaxprEqn, scope: Scope) -> bool:
     """Whether the equation scatters whole rows along axis 0 into zeros."""
     numbers = eqn.params["dimension_numbers"]
-    into, ids, rows = (atom.aval for atom in eqn.invars)
+    into, ids, rows = map(aval, eqn.invars)
     leading = rows.ndim - into.ndim + 1
     return (
-        is_zero(eqn.invars[0])
+        scope.is_zero(eqn.invars[0])
         and into.ndim >= 1
         and tuple(numbers.inserted_window_dims) == (0,)
         and tuple(numbers.scatter_dims_to_operand_dims) == (0,)

@@ -1,0 +1,127 @@
+"""Linear operations between a sink and its parameter.
+
+An `Entrywise` operation moves or scales single entries, so it commutes with squaring: it is applied to the sum as it
+is, and to the sum of squares with its factor squared. A `Mixed` operation adds entries, and must see each sample's
+gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from gcjax import _jax_compat
+from gcjax._moments.jaxprs import Atom, JaxprEqn, Operand, Scope, Var, aval, read_atom, variables
+from gcjax._moments.rules.node import Key, Node, Reader, Sums, accumulator_dtype
+from gcjax._types import Array
+
+MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "copy_p", "pvary", "slice", "name", "split"}
+KEEPS_SQUARE = {"neg", "convert_element_type", "reduce_precision"}
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Node):
+    """An equation that is linear in the child's gradient. Its other operands are equal for all samples.
+
+    Attributes:
+      eqn: the equation.
+      index: which of its operands is the child's gradient.
+      output: which of its results is this node's gradient.
+    """
+
+    eqn: JaxprEqn
+    index: int
+    output: int = 0
+
+    @property
+    def others(self) -> list[Atom]:
+        """The other operands."""
+        return self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :]
+
+    @property
+    def shared(self) -> tuple[Var, ...]:
+        """The other operands that are not literals."""
+        return variables(self.others)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (*self.child.operands, *self.shared)
+
+    def gradient(self, read: Reader) -> Array:
+        return self.apply(self.child.gradient(read), self.values(lambda key: read(key)[0]))
+
+    def values(self, read: Callable[[Var], Array]) -> list[Any]:
+        """The values of the other operands."""
+        return [read_atom(atom, read) for atom in self.others]
+
+    def apply(self, gradient: Array, others: list[Any]) -> Array:
+        """The equation, for a gradient of the child and values of the other operands."""
+        return _jax_compat.bind(self.eqn, [*others[: self.index], gradient, *others[self.index :]])[self.output]
+
+
+@dataclass(frozen=True, eq=False)
+class Entrywise(Operation):
+    """An operation that moves or scales entries."""
+
+    @property
+    def rule(self) -> str:
+        return self.child.rule
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        return (*self.child.needs, *self.shared)
+
+    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
+        total, squares = self.child.moments_under_vmap(read, dummy)
+        others = self.values(read)
+        return self.apply(total, others), self._apply_squared(squares, others)
+
+    def _apply_squared(self, squares: Array, others: list[Any]) -> Array:
+        name = self.eqn.primitive.name
+        if name in KEEPS_SQUARE:
+            return squares.astype(jnp.promote_types(squares.dtype, accumulator_dtype(aval(self.eqn.outvars[0]).dtype)))
+        # Zeros and factors take the dtype of the squares; indices and masks stay as they are.
+        others = [jnp.asarray(v) for v in others]
+        others = [v.astype(squares.dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in others]
+        return self.apply(squares, [jnp.square(v) for v in others] if name in ("mul", "div") else others)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed(Operation):
+    """An operation that mixes the entries of a weight's gradient, as in the gradient of a low-rank factor.
+
+    Squares do not pass through it, but each sample's gradient does: the loop over samples applies it to one gradient at
+    a time, so no array of batch x weight is made.
+    """
+
+    @property
+    def rule(self) -> str:
+        return f"mixed {self.child.rule}"
+
+
+def entrywise_operand(eqn: JaxprEqn, scope: Scope) -> int | None:
+    """Index of the operand whose entries the equation moves or scales; None if it does anything else."""
+    name, atoms = eqn.primitive.name, eqn.invars
+    if not atoms:
+        return None
+    out, first = aval(eqn.outvars[0]), aval(atoms[0])
+    match name:
+        case _ if name in MOVES or name in KEEPS_SQUARE:
+            return 0 if len(atoms) == 1 else None
+        case "reduce_sum" | "broadcast_in_dim":
+            return 0 if first.size == out.size and len(atoms) == 1 else None
+        case "pad":
+            return 0 if scope.is_zero(atoms[1]) else None
+        case "dynamic_slice":
+            return 0 if all(map(scope.is_shared, atoms[1:])) else None
+        case "dynamic_update_slice":
+            return 1 if scope.is_zero(atoms[0]) and all(map(scope.is_shared, atoms[2:])) else None
+        case "select_n" if len(atoms) == 3 and scope.is_shared(atoms[0]):
+            return next((3 - i for i in (1, 2) if scope.is_zero(atoms[i])), None)
+        case "div":
+            return 0 if scope.is_shared(atoms[1]) and first.shape == out.shape else None
+        case "mul":
+            shared = (i for i in (1, 0) if scope.is_shared(atoms[1 - i]) and aval(atoms[i]).shape == out.shape)
+            return next(shared, None)
+    return None
