@@ -1,0 +1,157 @@
+"""What holds for every gossip transform: agreement on the common solution, single workers, counts and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gossip_workers import KEY, Workers, assert_same, dyadic, least_squares, trace_update
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+from gcjax import gossip
+from gcjax._core.per_worker import PerWorker
+
+FULL = pytest.mark.full
+METHODS = {
+    "d_psgd ring": lambda: gossip.d_psgd("ring", axis_name="data"),
+    "swarm 8 bits": lambda: gossip.swarm_average(2, 8, key=KEY, axis_name="data"),
+    "d_psgd torus": lambda: gossip.d_psgd("torus", axis_name="data"),
+    "d_psgd complete": lambda: gossip.d_psgd("complete", axis_name="data"),
+    "swarm": lambda: gossip.swarm_average(2, key=KEY, axis_name="data"),
+    "swarm ring": lambda: gossip.swarm_average(1, None, "ring", key=KEY, axis_name="data"),
+    "swarm torus 4 bits": lambda: gossip.swarm_average(1, 4, "torus", key=KEY, axis_name="data"),
+    "sgp": lambda: gossip.sgp(axis_name="data"),
+    "local_sgd": lambda: gossip.local_sgd(4, axis_name="data"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[FULL] if i > 1 else []) for i, name in enumerate(METHODS)])
+def test_workers_agree_on_the_solution_of_all_data(name):
+    x, y, solution = least_squares()
+    tx = optax.chain(optax.sgd(lambda count: 0.1 / (1 + count / 20)), METHODS[name]())
+    state = tx.init(np.zeros(5, np.float32))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(8), in_specs=(P("data"), P("data"), gcjax.state_specs(state)), out_specs=P("data")
+    )
+    def train(x, y, state):
+        def step(carry, _):
+            params, state = carry
+            grad = jax.grad(lambda w: jnp.mean((x[0] @ w - y[0]) ** 2) / 2)(params)
+            updates, state = tx.update(grad, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        start = jax.lax.pcast(jnp.zeros(5), "data", to="varying")
+        return jax.lax.scan(step, (start, state), length=2000)[0][0][None]
+
+    params = np.asarray(jax.block_until_ready(train(x, y, gcjax.place(state, mesh_of(8)))))
+    alone = np.stack([np.linalg.lstsq(a, b, rcond=None)[0] for a, b in zip(x, y, strict=True)])
+    assert np.linalg.norm(alone - solution, axis=1).min() > 1  # without exchange they would end far apart
+    assert np.abs(params - solution).max() < 0.01
+
+
+EVERY_UPDATE = {
+    "swarm": lambda axis: gossip.swarm_average(1, key=KEY, axis_name=axis),
+    "swarm 8 bits": lambda axis: gossip.swarm_average(1, 8, key=KEY, axis_name=axis),
+    "d_psgd": lambda axis: gossip.d_psgd(axis_name=axis),
+    "d_psgd complete": lambda axis: gossip.d_psgd("complete", axis_name=axis),
+    "sgp": lambda axis: gossip.sgp(axis_name=axis),
+    "local_sgd": lambda axis: gossip.local_sgd(1, axis_name=axis),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_UPDATE)
+def test_single_worker_keeps_its_update(name):
+    tx = EVERY_UPDATE[name](None)
+    params = {"w": jnp.float32([1.0, -2.0]), "s": jnp.float32(3.0)}
+    updates = {"w": jnp.float32([0.5, 0.25]), "s": jnp.float32(-1.0)}
+    got, state = tx.update(updates, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, got, updates)
+    assert gossip.info(state)[:3] == (1, [0], 0)
+    assert gossip.info(state).bits.tolist() == [0]
+    assert tx.update({}, tx.init({}), {})[0] == {}
+
+
+@FULL
+@pytest.mark.parametrize("name", EVERY_UPDATE)
+def test_mesh_of_one_worker_keeps_its_update(name):
+    run = Workers(EVERY_UPDATE[name]("data"), 1)
+    params, updates = dyadic(1), dyadic(1, 1)
+    assert_same(run.step(params, updates), {k: x + updates[k] for k, x in params.items()})
+    assert run.info().bits.tolist() == [0]
+
+
+def test_words_are_counted_beyond_32_bits():
+    state = gossip.d_psgd().init(jnp.zeros(2))
+    traffic = state.traffic.unpack()
+    for _ in range(3):
+        traffic = traffic.after(np.uint32(3_000_000_000), True, False)
+    info = gossip.info(state._replace(traffic=PerWorker.pack(traffic, ())))
+    assert info.bits.tolist() == [32 * 9_000_000_000]
+    assert info.bits_last.tolist() == [32 * 3_000_000_000]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: gossip.swarm_average(0, key=KEY), ValueError, "local_steps must be at least 1, got 0"),
+        (lambda: gossip.swarm_average(2.0, key=KEY), TypeError, "local_steps must be an int"),
+        (lambda: gossip.swarm_average(bits=3, key=KEY), ValueError, "bits must be from 4 to 16, got 3"),
+        (lambda: gossip.swarm_average(bits=32, key=KEY), ValueError, "bits must be from 4 to 16, got 32"),
+        (lambda: gossip.swarm_average(key=0), TypeError, "key must be a key made by jax.random.key"),
+        (lambda: gossip.swarm_average(), TypeError, "key"),
+        (lambda: gossip.swarm_average(graph="mesh", key=KEY), ValueError, "graph must be one of.*'mesh'"),
+        (lambda: gossip.swarm_average(graph=[(0, 1), (2, 3)], key=KEY), ValueError, "not connected"),
+        (lambda: gossip.swarm_average(key=KEY, axis_name=3), TypeError, "axis_name must be"),
+        (lambda: gossip.d_psgd("mesh"), ValueError, "graph must be one of"),
+        (lambda: gossip.sgp(np.eye(3)), TypeError, "graph must be one of"),
+        (lambda: gossip.local_sgd(0), ValueError, "local_steps must be at least 1, got 0"),
+        (lambda: gossip.local_sgd(2, compressor=optax.sgd(1.0)).init(jnp.zeros(2)), TypeError, "transform of gcjax"),
+        (lambda: gossip.random_regular(0), ValueError, "degree must be at least 1"),
+        (lambda: gossip.d_psgd().init(jnp.zeros(2, int)), TypeError, "dtype int32"),
+        (lambda: gossip.info(optax.sgd(1.0).init(jnp.zeros(2))), ValueError, "has 0 gossip transforms"),
+    ],
+)
+def test_bad_options_raise(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_bad_arguments_of_update_raise():
+    tx = gossip.swarm_average(key=KEY)
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="call update\\(updates, state, params\\)"):
+        tx.update(params, state)
+    with pytest.raises(ValueError, match="they must agree"):
+        tx.update(params, state, {"v": jnp.ones(3)})
+    with pytest.raises(ValueError, match="not bound"):
+        gossip.d_psgd(axis_name="data").update(params, gossip.d_psgd(axis_name="data").init(params), params)
+    placed = gcjax.place(gossip.d_psgd(axis_name="data").init(params), mesh_of(2))
+    with pytest.raises(ValueError, match="state of 2 workers at once"):
+        tx.update(params, placed, params)
+
+
+def test_replicated_params_raise():
+    with pytest.raises(ValueError, match=r"\['w'\] is the same for all workers along \['data'\].*make_train_step"):
+        trace_update(gossip.d_psgd(axis_name="data"), 4, P())
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [([(0, 1), (1, 2)], "not connected"), ("hypercube", "power of two"), (gossip.random_regular(3), "no connected")],
+)
+def test_graphs_that_do_not_fit_the_mesh_raise(graph, message):
+    for tx in (gossip.swarm_average(graph=graph, key=KEY, axis_name="data"), gossip.d_psgd(graph, axis_name="data")):
+        with pytest.raises(ValueError, match=message):
+            trace_update(tx, 5, P("data"))
+
+
+def test_pairs_on_a_directed_graph_raise():
+    with pytest.raises(ValueError, match="must be undirected, got 'exponential'"):
+        trace_update(gossip.swarm_average(graph="exponential", key=KEY, axis_name="data"), 4, P("data"))

@@ -1,0 +1,59 @@
+"""`gossip.make_train_step` and the functions for parameters that differ between workers."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gossip_workers import KEY, least_squares, loss_fn, partner_of
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
+
+from gcjax import gossip
+
+
+def test_params_and_momentum_are_per_worker():
+    x, y, _ = least_squares()
+    tx = optax.chain(optax.sgd(0.02, momentum=0.5), gossip.swarm_average(2, key=KEY, axis_name="data"))
+    step = gossip.make_train_step(loss_fn, tx, mesh_of(8))
+    params = {"w": jnp.zeros(5)}
+    state = step.init(params)
+    w, momentum = np.zeros((8, 5)), np.zeros((8, 5))
+    for i in range(6):
+        state, metrics = step(state, (x.reshape(-1, 5), y.reshape(-1)))
+        grad = np.einsum("wsi,ws->wi", x, np.einsum("wsi,wi->ws", x, w) - y) / x.shape[1]
+        momentum = 0.5 * momentum + grad
+        w = w - 0.02 * momentum
+        if i % 2:
+            w = (w + w[partner_of(8, i // 2)]) / 2
+        np.testing.assert_allclose(state.params.stacked()["w"], w, atol=1e-5)
+    assert metrics.loss.shape == (8,)
+    assert step._jitted._cache_size() == 1
+    assert not np.asarray(params["w"]).any()  # not donated
+    trace = state.opt_state[0][0].trace["w"]
+    np.testing.assert_allclose(trace.packed.stacked(), momentum, atol=1e-5)
+    np.testing.assert_allclose(gossip.mean_params(state.params)["w"], w.mean(0), atol=1e-6)
+    distance = np.sqrt(((w - w.mean(0)) ** 2).sum(1).mean())
+    found = gossip.consensus_distance(state.params)
+    assert found.distance == pytest.approx(distance, rel=1e-4)
+    assert found.relative == pytest.approx(distance / np.linalg.norm(w.mean(0)), rel=1e-4)
+
+
+def test_chain_without_gossip_over_the_same_axes_raises():
+    for tx, message in (
+        (optax.sgd(0.1), "has 0 gossip transforms"),
+        (optax.chain(optax.sgd(0.1), gossip.d_psgd()), r"along \('data',\), but the gossip transform names \(\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gossip.make_train_step(loss_fn, tx, mesh_of(2)).init({"w": jnp.zeros(5)})
+    with pytest.raises(ValueError, match="axis_name='model' must name axes of the mesh"):
+        gossip.make_train_step(loss_fn, gossip.d_psgd(axis_name="model"), mesh_of(2), axis_name="model")
+    with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
+        gossip.make_train_step(loss_fn, gossip.d_psgd(axis_name="data"), mesh_of(2), accumulate=0)
+
+
+def test_worker_params_are_one_copy_per_worker():
+    params = gossip.worker_params({"w": np.arange(6.0).reshape(2, 3), "s": np.float32(2)}, mesh_of(4), "data")
+    np.testing.assert_array_equal(params["w"], np.tile(np.arange(6.0).reshape(2, 3), (4, 1, 1)))
+    assert params["s"].shape == (4,)
+    assert params["w"].sharding.spec == P("data")
+    assert gossip.consensus_distance(params) == (0.0, 0.0)

@@ -1,0 +1,70 @@
+"""Rounds and matchings against their definitions."""
+
+import numpy as np
+import pytest
+from graph_cases import DIRECTED, UNDIRECTED
+
+from gcjax.gossip._graphs import adjacency
+from gcjax.gossip._matchings import matchings, rounds
+
+
+@pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, *DIRECTED])
+def test_rounds_use_every_edge_once(graph, n):
+    taken = np.zeros((n, n), int)
+    for to in rounds(graph, n):
+        senders = np.flatnonzero(to != np.arange(n))
+        assert len(set(to[senders])) == len(senders) > 0
+        taken[senders, to[senders]] += 1
+        if not isinstance(graph, np.ndarray) and graph != "exponential":
+            np.testing.assert_array_equal(to[to], np.arange(n))
+    np.testing.assert_array_equal(taken, adjacency(graph, n))
+
+
+def test_named_graphs_need_few_rounds():
+    few = {
+        ("complete", 8): 7,
+        ("ring", 8): 2,
+        ("ring", 5): 3,
+        ("torus", 16): 4,
+        ("hypercube", 8): 3,
+        ("exponential", 8): 3,
+    }
+    assert {case: len(rounds(*case)) for case in few} == few
+
+
+@pytest.mark.parametrize(("graph", "n"), UNDIRECTED)
+def test_matchings_are_maximal_involutions_along_edges(graph, n):
+    linked, everyone, seen = adjacency(graph, n), np.arange(n), np.zeros((n, n), bool)
+    for partner in matchings(graph, n):
+        np.testing.assert_array_equal(partner[partner], everyone)
+        paired = partner != everyone
+        assert linked[everyone[paired], partner[paired]].all()
+        assert not linked[np.ix_(~paired, ~paired)].any()
+        seen[everyone, partner] = True
+    check_connected = np.linalg.matrix_power((seen | np.eye(n, dtype=bool)).astype(float), n)
+    assert (check_connected > 0).all()
+
+
+@pytest.mark.parametrize(("graph", "n"), [("complete", 5), ("ring", 5), ("torus", 7)])
+def test_each_of_an_odd_number_sits_out_equally_often(graph, n):
+    alone = matchings(graph, n) == np.arange(n)
+    assert (alone.sum(1) == 1).all()
+    assert (alone.sum(0) == 1).all()
+
+
+def test_tournament_mixes_like_all_perfect_matchings():
+    n = 6
+    step = np.mean([(np.eye(n) + np.eye(n)[partner]) / 2 for partner in matchings("complete", n)], axis=0)
+    np.testing.assert_allclose(step, np.eye(n) / 2 + (1 - np.eye(n)) / (2 * (n - 1)))
+
+
+def test_64_matchings_of_many_workers_mix_nearly_as_well():
+    family = matchings("complete", 100)
+    assert len(np.unique(family, axis=0)) == len(family) == 64
+    step = np.mean([(np.eye(100) + np.eye(100)[partner]) / 2 for partner in family], axis=0)
+    assert 1 - np.linalg.norm(step - 0.01, 2) > 0.4  # 0.505 with all
+
+
+def test_matchings_of_a_directed_graph_raise():
+    with pytest.raises(ValueError, match=r"must be undirected, got 'exponential'"):
+        matchings("exponential", 4)
