@@ -6,11 +6,11 @@ arXiv 1704.05021.
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
 float32 value per slot.
 
-**Deviations.** (1) The sample is one entry from each of equal stretches, at places that change with the step, and of a
-fixed size instead of 0.1 % of the entries: at densities of 1 % and less a sample that small says little about a leaf.
-(2) The paper has a parameter server, which drops once more on the way back; here every worker receives what the others
-send. (3) A model above 2**28 entries has a quantile for each part of that size. (4) What exceeds the largest capacity
-stays in the residual. (5) Zeros are never sent.
+**Deviations.** (1) The bucket is divided into equal stretches, and the sample has one entry of each, at positions that
+change with the step. Its size is fixed; the paper's 0.1 % of the entries says little about a leaf at densities of 1 %
+and below. (2) The paper has a parameter server that drops entries of the sum, too; here every worker receives what the
+others send. (3) In a model above 2**28 entries, each bucket has its own quantile. (4) On overflow the largest entries
+are sent; the others stay in the residual. (5) Zeros are never sent.
 """
 
 import math
@@ -21,6 +21,7 @@ import optax
 
 from gcjax._kernels.hashing import scatter_positions
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_number
 from gcjax.extend import (
     Bucket,
@@ -32,23 +33,23 @@ from gcjax.extend import (
     sparse_method,
 )
 
-LEAF_SAMPLE = 1 << 12  # entries looked at in each leaf, at least
-RUNGS = (0.5, 1.25, 2.0)  # default capacities, as shares of the wanted count
+LEAF_SAMPLE = 1 << 12  # smallest sample of a leaf
+CAPACITIES = (0.5, 1.25, 2.0)  # the default ones, relative to the wanted count
 
 
 def drop_compress(
-    density=0.01,
+    density: float = 0.01,
     *,
     layer_wise: bool = False,
-    capacity=None,
-    transport="all_gather",
-    axis_name=None,
-    inner_axis_name=None,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
 
     .. math::
-        a = g + e, \qquad |a| \ge \theta \;\Rightarrow\; \text{send } a,\; e \leftarrow 0; \qquad \text{else }
+        a = g + e, \qquad |a| \ge \theta \;\Rightarrow\; \text{send } a,\; e \leftarrow 0; \qquad \text{otherwise }
         e \leftarrow a
 
     with :math:`\theta` the magnitude that a share `density` of the sample reaches; the update is the mean over workers
@@ -56,16 +57,15 @@ def drop_compress(
     The number sent varies with it: by 4 % (one standard deviation) at density 0.01, by 12 % at 0.001.
     `gcjax.top_k_compress` sends exactly the wanted number.
 
-    Costs a float32 and a bit per parameter in state; 64 bits per sent entry on the wire. Momentum, weight decay and
-    learning rate come after it, clipping may stand before it: `optax.chain(gcjax.drop_compress(0.01), optax.sgd(0.1))`.
-    Momentum on sent entries that have waited long loses accuracy at low densities; `gcjax.dgc_compress` corrects for
-    that.
+    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
+    come after it, clipping may come before it: `optax.chain(gcjax.drop_compress(0.01), optax.sgd(0.1))`. At low
+    densities entries wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
 
     Args:
       density: share of the entries to send, in (0, 1].
-      layer_wise: a threshold for each leaf instead of one for all, for models whose leaves have gradients of very
-        different size (the paper: those without layer normalisation). A leaf then always sends at least an entry. The
-        samples are smaller, 65,536 entries in all but at least 4,096 a leaf.
+      layer_wise: one threshold per leaf instead of one for all, for models whose leaves have gradients of very
+        different magnitude (in the paper, those without layer normalisation). Each leaf then sends at least one entry.
+        The samples are smaller: 65,536 entries in all, but at least 4,096 per leaf.
       capacity: as in `gcjax.variance_compress`; None for 1/2, 5/4 and 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
@@ -77,14 +77,14 @@ def drop_compress(
       ValueError: for a density or capacity out of range.
       TypeError: for an argument of another type.
 
-    **Randomness**: none; the sampled places follow from the step. **Bias**: entries are delayed; nothing is lost.
+    **Randomness**: none; the sampled positions follow from the step. **Bias**: entries are delayed; nothing is lost.
     **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.drop_compress(density=0.25)
     >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # by now the third has 4
+    >>> second, state = tx.update(g, state)  # the third entry has accumulated 4
     >>> print(first, second)
     [3. 0. 0. 0.] [0. 0. 4. 0.]
     """
@@ -95,25 +95,26 @@ def drop_compress(
     def select(a, step, bucket):
         return pack_mask(jnp.abs(a) >= (_of_leaves if layer_wise else _of_all)(a, step, bucket, density))
 
-    def slots(bucket):
+    def capacities(bucket):
+        if capacity is not None:
+            return capacity
         wanted = count_for_density(density, bucket.entries)
         if layer_wise:
             wanted = sum(math.ceil(density * s.size) for s in bucket.segments)
-        around = tuple(min(math.ceil(rung * wanted), bucket.entries) for rung in RUNGS)
-        return around if capacity is None else capacity
+        return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
-    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _of_all(a, step, bucket: Bucket, density):
-    """The quantile of all entries. The sample holds its share of the padding, as zeros, which are not counted."""
+def _of_all(a: Array, step: Array, bucket: Bucket, density: float) -> Array:
+    """The quantile of all entries. The sample has its share of the padding, which is zero and not counted."""
     samples = a[scatter_positions(bucket.size, min(bucket.size, SAMPLE), step)]
     parameters = len(samples) * (bucket.entries / bucket.size)
     return quantile_threshold(samples[None], parameters, density)[0]
 
 
-def _of_leaves(a, step, bucket: Bucket, density):
-    """Each entry's quantile of its leaf."""
+def _of_leaves(a: Array, step: Array, bucket: Bucket, density: float) -> Array:
+    """The quantile of each entry's leaf."""
     groups = leaf_groups(bucket)
     samples = sampled(a, groups, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
     counts = np.minimum(groups.sizes, samples.shape[1])

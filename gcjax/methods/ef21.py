@@ -1,4 +1,4 @@
-"""EF21: workers send the k largest entries of the change of their gradient since the others last knew it.
+"""EF21: workers send the k largest entries of the change of their gradient since what the others know of it.
 
 **Source.** Peter Richtarik, Igor Sokolov, Ilyas Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and
 Practically Faster Error Feedback", NeurIPS 2021, arXiv 2106.05203, on several nodes, with top-k as the compressor. With
@@ -8,10 +8,11 @@ NeurIPS 2023, arXiv 2305.15155, EF21-SGDM.
 **Wire format.** As `top_k_compress`: one uint32 vector per worker and bucket with the number of entries used (1 word);
 k indices; k float32 values. k is rounded up to a multiple of 32 by padding.
 
-**Deviations.** (1) h_i starts at 0, so that the first step sends C(g), one of the paper's two beginnings; the other
-sends g whole. (2) k counts over the whole model (per part of 2**28 entries above that). Zeros are not sent, so fewer
-than k may be. (3) h and the mean of the h_i are one number in the paper. Here each is summed up in float32, and they
-drift apart by the rounding: about 1e-7 of the largest value that h has had, times the square root of the times sent.
+**Deviations.** (1) h_i starts at 0, so the first step sends C(g), one of the paper's two options; the other sends all
+of g. (2) k counts the entries of the whole model (of each bucket of a model above 2**28 entries). Zeros are not sent,
+so fewer than k entries may be. (3) In the paper h is the mean of the h_i. Here each is a float32 sum of its own, and
+rounding makes them drift apart: by about 1e-7 of the largest value that h has had, times the square root of how often
+the entry was sent.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._jax_compat import varying_axes
-from gcjax._types import Array, PyTree
+from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_number
 from gcjax.extend import (
     Bucket,
@@ -43,9 +44,10 @@ from gcjax.extend import (
 class EF21State(NamedTuple):
     """State of the transform.
 
-    changes: `CompressState` of what sends the c_i, per worker.
-    mean: h, a pytree like the parameters with flat float32 leaves (flat, so that XLA can work in their buffers), equal
-      on all workers and replicated, unlike other methods' state.
+    Attributes:
+      changes: `CompressState` of the transform that sends the c_i, per worker.
+      mean: h, a pytree like the parameters with flat float32 leaves (flat, so that XLA can reuse their buffers), equal
+        on all workers and replicated, unlike the state of other methods.
     """
 
     changes: CompressState
@@ -57,7 +59,9 @@ class EF21State(NamedTuple):
 class ChangeState:
     """State of one worker and bucket of n entries.
 
-    known: float32[n], h_i, this worker's gradient as all workers know it.  bucket: where the leaves lie, static.
+    Attributes:
+      known: float32[n], h_i, what all workers know of this worker's gradient.
+      bucket: where the leaves lie. Static.
     """
 
     known: Array
@@ -65,28 +69,30 @@ class ChangeState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: nothing waits. What is not sent of a gradient counts no more once there is another."""
+        """float32[n], zero: nothing waits. The next gradient replaces what was not sent of this one."""
         return jnp.zeros(self.bucket.size)
 
 
-def ef21_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+def ef21_compress(
+    density: float, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries in which the gradient differs most from what the workers know of it; the update is dense.
 
     .. math::
         c_i = \mathrm{top}_k(g_i - h_i), \qquad h_i \leftarrow h_i + c_i, \qquad
         h \leftarrow h + \frac{1}{p} \sum_i c_i
 
-    with k = max(1, floor(density * parameters)); the update is h, the mean of the p workers' h_i. Where gradients
-    settle, the h_i reach them and the error goes to zero: at a constant learning rate, gradient descent reaches the
-    optimum of workers that disagree, where a residual of top-k leaves it in a neighbourhood. Changes that are not sent
-    do not add up; the next gradient replaces this one.
+    with k = max(1, floor(density * parameters)); the update is h, the mean of the p workers' h_i. When gradients
+    converge, the h_i converge to them and the error goes to zero: at a constant learning rate, gradient descent reaches
+    the optimum of workers that disagree. Top-k with a residual only reaches a neighbourhood of it. Changes that are not
+    sent do not add up; the next gradient replaces this one.
 
-    It is made for gradients without noise: the changes of noisy ones never get small, and h lags behind. Average
-    stochastic gradients first (EF21-SGDM): `optax.chain(gcjax.per_worker(optax.ema(0.9), "data"),
-    gcjax.ef21_compress(0.01, axis_name="data"), optax.sgd(0.1))`. Clipping of local gradients stands before it; weight
-    decay and the learning rate come after it. The rate must be smaller the lower the density.
+    EF21 is meant for gradients without noise: the changes of noisy gradients never become small, and h lags behind.
+    Average stochastic gradients first (EF21-SGDM): `optax.chain(gcjax.per_worker(optax.ema(0.9), "data"),
+    gcjax.ef21_compress(0.01, axis_name="data"), optax.sgd(0.1))`. Clipping of local gradients comes before it; weight
+    decay and the learning rate come after it. A lower density needs a lower learning rate.
 
-    Costs two float32 per parameter in state; 64 bits per sent entry on the wire.
+    State: two float32 per parameter. Wire: 64 bits per sent entry.
 
     Args:
       density: share of the entries to send, in (0, 1].
@@ -127,26 +133,26 @@ def ef21_compress(density, *, axis_name=None, inner_axis_name=None) -> optax.Gra
         sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0), bucket.size)
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report
 
-    return _summed_up(compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name))
+    return _accumulated(compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name))
 
 
-def _summed_up(changes: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The sum over the steps of the updates of `changes`, but for skipped ones.
+def _accumulated(changes: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """A transform whose update is the sum of all updates of `changes`, without those of skipped steps.
 
-    It stands outside the compressor because the state there is typed as varying between workers, and what comes from it
-    could not leave `jax.shard_map` as equal on all of them.
+    The sum is kept outside the compressor. State inside it is typed as varying between workers, so the sum could not
+    leave `jax.shard_map` as equal on all of them.
     """
 
     def init(params):
         if axes := varying_axes(params):
             raise ValueError(
-                f"ef21_compress takes no parameters that are sharded over {sorted(axes)}, as it keeps the sum of its "
-                "updates unsharded; top_k_compress does"
+                f"ef21_compress takes no parameters that are sharded over {sorted(axes)}, because it keeps the sum of "
+                "its updates unsharded; use top_k_compress"
             )
         return EF21State(changes.init(params), jax.tree.map(lambda x: jnp.zeros(jnp.size(x)), params))
 
     def update(updates, state, params=None, **extra_args):
-        # In float32 throughout: rounded to the gradient's dtype, h would drift away from the mean of the h_i.
+        # All in float32: rounded to the gradient's dtype, h would drift away from the mean of the h_i.
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), updates)
         change, new = changes.update(whole, state.changes, params, **extra_args)
         mean = jax.tree.map(lambda h, c: h + jnp.ravel(c), state.mean, change)

@@ -1,14 +1,14 @@
 """GaussianK: send the entries above a threshold that would pass k of them if they were normally distributed.
 
 **Source.** Shaohuai Shi, Xiaowen Chu, Ka Chun Cheung, Simon See, "Understanding Top-k Sparsification in Distributed
-Deep Learning", 2019, arXiv 1911.08772, Gaussian_k as the authors' code has it: two-sided, and of the thresholds the
-last one counted is applied.
+Deep Learning", 2019, arXiv 1911.08772, Gaussian_k as in the authors' code: two-sided, and the last threshold that was
+counted is applied.
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
 float32 value per slot.
 
-**Deviations.** (1) The standard deviation divides by d, not by d - 1, which a single parameter would not survive. (2)
-What exceeds the largest capacity stays in the residual. (3) Zeros are never sent.
+**Deviations.** (1) The standard deviation divides by d; d - 1 would divide by zero for a single parameter. (2) On
+overflow the largest entries are sent; the others stay in the residual. (3) Zeros are never sent.
 """
 
 import math
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import TINY, count_bits, to_unit
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_number
 from gcjax.extend import (
     Bucket,
@@ -30,35 +31,39 @@ from gcjax.extend import (
     whole_group,
 )
 
-ROUNDS = 3  # thresholds counted, at most
-RUNGS = (0.5, 4 / 3, 4.0)  # default capacities, as shares of k; the rounds aim at no more than the middle one
+ROUNDS = 3  # most thresholds for which entries are counted
+CAPACITIES = (0.5, 4 / 3, 4.0)  # the default ones, relative to k; the rounds aim at no more than 4/3
 
 
 def gaussian_k_compress(
-    density, *, capacity=None, transport="all_gather", axis_name=None, inner_axis_name=None
+    density: float,
+    *,
+    capacity: int | tuple[int, ...] | None = None,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
 
     .. math::
         a = g + e, \qquad \theta = \mu - \Phi^{-1}(\tfrac{k}{2d})\, \sigma, \qquad |a| > \theta \;\Rightarrow\;
-        \text{send } a,\; e \leftarrow 0; \qquad \text{else } e \leftarrow a
+        \text{send } a,\; e \leftarrow 0; \qquad \text{otherwise } e \leftarrow a
 
     with k/d the density, :math:`\mu` and :math:`\sigma` the mean and standard deviation of a, and :math:`\Phi` the
-    normal distribution. If fewer than 2k/3 entries pass, :math:`\theta` is halved, if more than 4k/3, it is multiplied
-    by 3/2, and they are counted again, three times at most; the last threshold counted is applied. The update is the
-    mean over workers of what they sent.
+    normal distribution. If fewer than 2k/3 entries pass, :math:`\theta` is halved; if more than 4k/3 pass, it is
+    multiplied by 3/2. Then the entries are counted again, three times at most; the last threshold that was counted is
+    applied. The update is the mean over workers of what they sent.
 
-    It takes no sorting and no sample, but the number sent follows the density only while the entries are near normal.
-    Their tails are mostly heavier, above all after error feedback, and the three rounds are coarse: reckon with 0.3 to
-    3 times k, and 6 times for some shapes. The mean must be small beside the standard deviation; where it is far below
-    zero, everything passes. `gcjax.sidco_compress` fits heavy tails better, `gcjax.drop_compress` any.
+    It needs no sort and no sample, but the number sent follows the density only while the entries are near normal. In
+    practice tails are heavier, especially with error feedback, and the three rounds are coarse: expect 0.3 to 3 times
+    k, and 6 times for some distributions. The mean must be small relative to the standard deviation; if it is far below
+    zero, everything passes. `gcjax.sidco_compress` fits heavy tails better, `gcjax.drop_compress` fits any.
 
-    Costs a float32 and a bit per parameter in state; 64 bits per sent entry on the wire. Momentum, weight decay and
-    learning rate come after it, clipping may stand before it:
-    `optax.chain(gcjax.gaussian_k_compress(0.01), optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
+    come after it, clipping may come before it: `optax.chain(gcjax.gaussian_k_compress(0.01), optax.sgd(0.1))`.
 
     Args:
-      density: share of the entries meant to be sent, in (0, 1].
+      density: wanted share of the entries to send, in (0, 1].
       capacity: as in `gcjax.variance_compress`; None for 1/2, 4/3 and 4 times k.
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
@@ -77,7 +82,7 @@ def gaussian_k_compress(
     >>> tx = gcjax.gaussian_k_compress(density=0.25)
     >>> g = jnp.array([3.0, -1.0, -2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # by now the third has -4
+    >>> second, state = tx.update(g, state)  # the third entry has accumulated -4
     >>> print(first, second)
     [3. 0. 0. 0.] [ 0.  0. -4.  0.]
     """
@@ -87,22 +92,23 @@ def gaussian_k_compress(
 
     def select(a, step, bucket):
         del step
-        x, threshold = _standard(a, bucket, quantile)
-        return _near(x, threshold, count_for_density(density, bucket.entries))
+        x, threshold = _normal_threshold(a, bucket, quantile)
+        return _adjusted_mask(x, threshold, count_for_density(density, bucket.entries))
 
-    def slots(bucket):
+    def capacities(bucket):
+        if capacity is not None:
+            return capacity
         k = count_for_density(density, bucket.entries)
-        around = tuple(min(math.ceil(rung * k), bucket.entries) for rung in RUNGS)
-        return around if capacity is None else capacity
+        return tuple(min(math.ceil(share * k), bucket.entries) for share in CAPACITIES)
 
-    return compress(sparse_method(select, slots, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _standard(a, bucket: Bucket, quantile: float):
-    """The magnitudes in a unit of about the largest, in which no sum or square leaves float32's range; the threshold.
+def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array, Array]:
+    """The magnitudes and the threshold, both in a unit of about the largest magnitude.
 
-    The deviations from the mean are squared in a pass of their own: the mean of the squares less the square of the mean
-    loses all digits where the mean is large.
+    In this unit no sum or square leaves float32's range. The deviations from the mean are squared in a pass of their
+    own, because the mean of the squares minus the square of the mean loses all digits where the mean is large.
     """
     group = whole_group(bucket)
     (peak,) = group.maxima(jnp.abs(a))
@@ -112,18 +118,15 @@ def _standard(a, bucket: Bucket, quantile: float):
     return jnp.abs(x), mean - quantile * jnp.sqrt(variance)
 
 
-def _near(x, threshold, k: int):
-    """Mask words of the entries above the threshold, after the rounds that bring their number nearer to k.
-
-    x: float32[n], not negative.
-    """
+def _adjusted_mask(x: Array, threshold: Array, k: int) -> Array:
+    """Packed mask of the entries of x (float32[n], at least 0) above the threshold, adjusted to pass about k."""
 
     def above(threshold):
         words = pack_mask((x > threshold) & (x >= TINY))
         return words, jnp.sum(count_bits(words))
 
     words, count = above(threshold)
-    for _ in range(ROUNDS - 1):  # where the count is right the factor is 1, which settles the following rounds too
+    for _ in range(ROUNDS - 1):  # once the count is right, the factor is 1 in all following rounds
         threshold = threshold * jnp.where(3 * count < 2 * k, 0.5, jnp.where(3 * count > 4 * k, 1.5, 1.0))
         words, count = above(threshold)
     return words

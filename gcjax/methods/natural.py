@@ -3,18 +3,20 @@
 **Source.** Samuel Horvath, Chen-Yu Ho, Ludovit Horvath, Atal Narayan Sahu, Marco Canini, Peter Richtarik, "Natural
 Compression for Distributed Deep Learning", MSML 2022, arXiv 1905.10988, the operator C_nat.
 
-**Wire format.** One uint32 vector per worker and bucket: nine packed masks, one bit an entry each, entry i in bit i %
+**Wire format.** One uint32 vector per worker and bucket: nine packed masks with one bit per entry, entry i in bit i %
 32 of word i // 32. The first eight are the bits of float32's biased exponent, lowest first (0 for zero); the ninth is
 the sign, 1 for negative.
 
-**Deviations.** From 2**127 on, where the upper power of two would be infinite, entries go down to 2**127. Numbers below
-the normal range (about 1e-38) go to zero: eight bits have no powers of two for them, and backends flush them.
+**Deviations.** From 2**127 on, where the upper power of two would be infinite, entries are rounded down to 2**127.
+Numbers below the normal range (about 1e-38) become zero: eight bits have no exponents for them, and backends flush
+them.
 """
 
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import TINY
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_random_key
 from gcjax.extend import Bucket, bits_float, compress, float_bits, gather_codec, hash_bits, pack_planes, unpack_planes
 
@@ -23,7 +25,9 @@ _MANTISSA = 23
 _TOP = 254  # biased exponent of the largest finite numbers
 
 
-def natural_compress(*, key, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+def natural_compress(
+    *, key: Array, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry and one of the two powers of two around it.
 
     .. math::
@@ -31,11 +35,12 @@ def natural_compress(*, key, axis_name=None, inner_axis_name=None) -> optax.Grad
         2^{a} & \text{with probability } 2 - |t| / 2^{a} \\ 2^{a+1} & \text{with probability } |t| / 2^{a} - 1
         \end{cases} \qquad a = \lfloor \log_2 |t| \rfloor
 
-    and the update is the mean over workers of C(g). The probability of going up is the mantissa of t, so that
-    :math:`E\,C(t) = t` and :math:`E (C(t) - t)^2 \le t^2 / 8`: powers of two are sent exactly, 4/3 of one worst.
+    and the update is the mean over workers of C(g). The probability of rounding up is the mantissa of t, so
+    :math:`E\,C(t) = t` and :math:`E (C(t) - t)^2 \le t^2 / 8`: powers of two are sent exactly, and the worst case is
+    4/3 of a power of two.
 
-    Keeps nothing; costs 9 bits per parameter on the wire, which grow with the number of workers (an all-gather).
-    Momentum, weight decay and learning rate come after it, clipping may stand before it:
+    State: none. Wire: 9 bits per parameter, times the number of workers (an all-gather). Momentum, weight decay and
+    learning rate come after it, clipping may come before it:
     `optax.chain(gcjax.natural_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
@@ -48,8 +53,8 @@ def natural_compress(*, key, axis_name=None, inner_axis_name=None) -> optax.Grad
     Raises:
       TypeError: for a key of another kind.
 
-    **Randomness**: every worker, step and entry draws its own. **Bias**: none, but for the two ends of float32's range
-    (see the deviations). **Non-finite input**: the update is NaN on all workers and the state stays as it was.
+    **Randomness**: every worker, step and entry draws its own. **Bias**: none, except at the two ends of float32's
+    range (see the deviations). **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.natural_compress(key=jax.random.key(0))
@@ -63,14 +68,14 @@ def natural_compress(*, key, axis_name=None, inner_axis_name=None) -> optax.Grad
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _encode(x, bucket: Bucket, key):
+def _encode(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, int]:
     x = jnp.where(jnp.abs(x) < TINY, 0, x)
-    # 23 random bits added to the mantissa carry into the exponent exactly as often as the mantissa says.
+    # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
     draw = hash_bits(key, jnp.arange(bucket.size)) >> (32 - _MANTISSA)
     code = (float_bits(x) + draw) >> _MANTISSA
     code = code - ((code & 0xFF) > _TOP)
     return pack_planes(code, BITS), BITS * bucket.entries
 
 
-def _decode(payload, bucket: Bucket):
+def _decode(payload: Array, bucket: Bucket) -> Array:
     return bits_float(unpack_planes(payload, BITS, bucket.size) << _MANTISSA)

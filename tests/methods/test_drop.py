@@ -1,4 +1,4 @@
-"""Gradient dropping's own claims: a quantile from a sample, global or by leaf, and the need for the residual."""
+"""drop_compress: a quantile from a sample, global or by leaf, and the need for the residual."""
 
 import math
 
@@ -18,18 +18,23 @@ from gcjax.methods import drop
 
 
 def reaching_quantile(magnitudes, density):
-    """Positions of the entries that reach the magnitude of number ceil(density * n) from above; never zeros."""
+    """Positions of the entries that reach the ceil(density * n)-th largest magnitude; never zeros."""
     threshold = sorted(magnitudes, reverse=True)[math.ceil(density * len(magnitudes)) - 1]
     return [i for i, m in enumerate(magnitudes) if m >= threshold and m >= TINY]
 
 
-def row(name, layer_wise, capacities, density=0.05):
+CAPACITIES = (32, 64, 96)  # 1/2, 5/4 and 2 times 42 of the 854 entries, or 44 layer-wise, in multiples of 32
+
+
+def row(name, layer_wise):
+    density = 0.05
+
     def make(axis_name=None, **more):
         return gcjax.drop_compress(density, layer_wise=layer_wise, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
         def select(a, step):
-            # All entries are in the sample of so small a model.
+            # The sample of such a small model has all entries.
             if not layer_wise:
                 return reaching_quantile(np.abs(a), density)
             chosen, begin = [], 0
@@ -38,15 +43,14 @@ def row(name, layer_wise, capacities, density=0.05):
                 begin += size
             return chosen
 
-        return SparseOracle(workers, sizes, select, max(capacities))
+        return SparseOracle(workers, sizes, select, max(CAPACITIES))
 
     return Row(
-        f"drop-{name}", "drop_compress", make, make_oracle, conserves=True, capacities=capacities, rare=layer_wise
+        f"drop-{name}", "drop_compress", make, make_oracle, conserves=True, capacities=CAPACITIES, rare=layer_wise
     )
 
 
-# 42 of the 854 entries are wanted: 1/2, 5/4 and 2 times as many, in multiples of 32. The leaves want 15, 1, 2 and 26.
-ROWS = [row("global", False, (32, 64, 96)), row("layer_wise", True, (32, 64, 96))]
+ROWS = [row("global", False), row("layer_wise", True)]
 
 
 def chain(axis_name, learning_rate):
@@ -67,11 +71,11 @@ def once(tx, gradient):
 
 
 def without_residual(tx):
-    """The same transform, which forgets after every step what it has not sent."""
+    """The transform, with its first state in every step."""
     return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
 
 
-def test_a_message_worked_by_hand():
+def test_words_by_hand():
     g = jnp.array([3.0, -0.5, -2.0, 0.25])
     (words,), info = messages(gcjax.drop_compress(0.5, capacity=32), g)
     assert info.payload_bits == 32 + 2 * 64
@@ -80,26 +84,26 @@ def test_a_message_worked_by_hand():
     assert [hex(w) for w in words[[33, 34]]] == ["0x40400000", "0xc0000000"]  # 3 and -2
 
 
-def test_in_a_small_model_exactly_the_wanted_share_is_sent_whatever_the_padding():
+def test_a_small_model_sends_exactly_the_density():
     # 33 leaves of 33 entries, each followed by 31 of padding: ceil(0.07 * 1089) = 77.
     values = np.random.default_rng(0).permutation(np.arange(1, 1090, dtype=np.float32)).reshape(33, 33)
     sent = once(gcjax.drop_compress(0.07, capacity=96), list(values))
     np.testing.assert_array_equal(sent, np.where(values > 1089 - 77, values, 0))
 
 
-def test_the_threshold_is_the_quantile_of_all_within_the_error_of_its_sample():
+def test_the_threshold_is_the_quantile_within_sampling_error():
     bucket = bucket_of(N)
     x = jax.random.normal(jax.random.key(0), (N,))
     share = jax.jit(lambda step: jnp.mean(jnp.abs(x) >= drop._of_all(x, step, bucket, DENSITY)))
     shares = np.array([share(step) for step in range(16)])
     error = (DENSITY * (1 - DENSITY) / drop.SAMPLE) ** 0.5
-    assert 0.5 * error < shares.std() < 2 * error  # another sample in each step
+    assert 0.5 * error < shares.std() < 2 * error  # each step has its own sample
     assert np.abs(shares - DENSITY).max() < 5 * error
     assert abs(shares.mean() - DENSITY) < 5 * error / 4
 
 
 def test_padding_does_not_dilute_the_sample():
-    bucket = bucket_of(*[33] * 4000)  # nearly half of it is padding
+    bucket = bucket_of(*[33] * 4000)  # nearly half is padding
     valid = np.unpackbits(bucket.valid_words().view(np.uint8), bitorder="little")[: bucket.size].astype(bool)
     x = np.where(valid, np.random.default_rng(1).normal(size=bucket.size), 0).astype(np.float32)
     threshold = drop._of_all(jnp.asarray(x), jnp.int32(0), bucket, 0.05)
@@ -107,7 +111,7 @@ def test_padding_does_not_dilute_the_sample():
     assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE * valid.mean())) ** 0.5)
 
 
-def test_one_threshold_takes_from_the_largest_leaf_and_one_a_leaf_from_each():
+def test_layer_wise_thresholds_select_from_every_leaf():
     g = {"large": jnp.array([400.0, 100.0, 200.0, 300.0]), "small": jnp.array([1.0, -4.0, 3.0, 2.0])}
     sent = once(gcjax.drop_compress(0.25, capacity=32), g)
     assert sent["large"].tolist() == [400, 0, 0, 300]
@@ -117,7 +121,7 @@ def test_one_threshold_takes_from_the_largest_leaf_and_one_a_leaf_from_each():
     assert sent["small"].tolist() == [0, -4, 0, 0]
 
 
-def test_every_large_leaf_has_a_quantile_of_its_own():
+def test_every_large_leaf_has_its_own_quantile():
     sizes, scales = (200_000, 150_000, 10), (1.0, 1000.0, 1e-6)
     rng = np.random.default_rng(2)
     leaves = [(rng.normal(size=n) * s).astype(np.float32) for n, s in zip(sizes, scales, strict=True)]
@@ -138,7 +142,7 @@ def test_zeros_are_never_sent(layer_wise):
     assert info.selected == info.sent == 2
 
 
-def test_what_ties_select_beyond_the_capacity_is_sent_in_later_steps():
+def test_ties_beyond_the_capacity_are_sent_later():
     tx = gcjax.drop_compress(0.01)
     state, zero = tx.init(jnp.zeros(160)), jnp.zeros(160)
     update, state = jax.jit(tx.update)(jnp.full(160, 0.5), state)
@@ -151,7 +155,7 @@ def test_what_ties_select_beyond_the_capacity_is_sent_in_later_steps():
     np.testing.assert_array_equal(total, np.full(160, 0.5))
 
 
-def test_where_the_largest_entries_cancel_the_others_move_only_with_the_residual():
+def test_only_the_residual_sends_entries_below_ones_that_cancel():
     gradients = np.array([[10.0, 1.0], [-10.0, 1.0]], np.float32)
     tx = gcjax.drop_compress(0.5, capacity=32, axis_name="data")
     kept, forgotten = (Runner(t, jnp.zeros(2), 2) for t in (tx, without_residual(tx)))
@@ -162,7 +166,7 @@ def test_where_the_largest_entries_cancel_the_others_move_only_with_the_residual
     assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
 
 
-def test_without_its_residual_it_stalls_where_the_recommended_chain_converges():
+def test_without_its_residual_it_stalls():
     tx = gcjax.drop_compress(0.1, capacity=64, axis_name="data")
     assert distance_after_training(optax.chain(without_residual(tx), optax.sgd(decaying))) > 0.1
 
@@ -176,6 +180,6 @@ def test_without_its_residual_it_stalls_where_the_recommended_chain_converges():
         ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.drop_compress(**options)

@@ -1,4 +1,4 @@
-"""EF21's own claims: it contracts, h is the mean of the h_i, and it converges linearly at a constant rate."""
+"""ef21_compress: it contracts, h is the mean of the h_i, and it converges linearly at a constant rate."""
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +54,20 @@ CHAINS = {"ef21_compress": chain}
 
 
 def test_two_workers_by_hand():
-    runner = Runner(gcjax.ef21_compress(0.25, axis_name="data"), {"a": np.zeros(4, np.float32)}, 2)  # one entry a step
+    # Each worker sends one entry per step.
+    runner = Runner(gcjax.ef21_compress(0.25, axis_name="data"), {"a": np.zeros(4, np.float32)}, 2)
 
     def step(first, second):
         return runner.step({"a": np.array([first, second], np.float32)})["a"][0].tolist()
 
     assert step([4, 1, 0, 0], [0, 2, 0, -6]) == [2, 0, 0, -3]
-    assert step([4, 1, 0, 0], [0, 2, 0, -6]) == [2, 1.5, 0, -3]  # each its second entry
+    assert step([4, 1, 0, 0], [0, 2, 0, -6]) == [2, 1.5, 0, -3]  # the second entries, 1 and 2
     assert step([1, 1, 0, 0], [0, 2, 0, 2]) == [0.5, 1.5, 0, 1]  # the changes -3 and 8
-    assert step([1, 1, 0, 0], [0, 2, 0, 2]) == [0.5, 1.5, 0, 1]  # nothing changes any more, nothing is sent
+    assert step([1, 1, 0, 0], [0, 2, 0, 2]) == [0.5, 1.5, 0, 1]  # no change, so nothing is sent
     assert gcjax.info(runner.state).sent.tolist() == [0, 0]
 
 
-def test_of_a_gradient_that_stays_no_more_than_the_stated_share_is_unknown():
+def test_the_error_of_a_constant_gradient_contracts():
     d, k = 200, 14
     g = np.random.default_rng(0).normal(size=d).astype(np.float32)
     unknown = np.sum(np.square(g - draws(gcjax.ef21_compress(k / d), g, 8)), axis=1)
@@ -75,7 +76,7 @@ def test_of_a_gradient_that_stays_no_more_than_the_stated_share_is_unknown():
     assert unknown[-1] > 0
 
 
-def test_at_a_constant_rate_it_converges_linearly_where_a_residual_stalls():
+def test_it_converges_linearly_where_a_residual_stalls():
     def distance(compressor, steps):
         return distance_after_training(optax.chain(compressor, optax.sgd(0.05)), steps)
 
@@ -87,7 +88,7 @@ def test_at_a_constant_rate_it_converges_linearly_where_a_residual_stalls():
     assert distance(gcjax.top_k_compress(0.1, axis_name="data"), 150) > 20 * at[2]
 
 
-def test_h_stays_the_mean_of_the_workers_h_whatever_the_leaves_dtypes():
+def test_h_stays_the_mean_of_the_workers_h():
     rng = np.random.default_rng(1)
     params = {"a": np.zeros((7, 9), jnp.bfloat16), "b": np.zeros(50, np.float32)}
     runner = Runner(gcjax.ef21_compress(0.1, axis_name="data"), params, 4)
@@ -103,7 +104,7 @@ def test_h_stays_the_mean_of_the_workers_h_whatever_the_leaves_dtypes():
         np.testing.assert_array_equal(update[name][0].ravel(), h.astype(params[name].dtype))
 
 
-def test_everything_sent_is_the_dense_mean():
+def test_density_one_is_the_dense_mean():
     g = np.random.default_rng(2).integers(-8, 9, (4, 40)).astype(np.float32)
     runner = Runner(gcjax.ef21_compress(1.0, axis_name="data"), {"a": np.zeros(40, np.float32)}, 4)
     for factor in (1, 3, -2):
@@ -115,7 +116,7 @@ def test_nothing_waits():
     update = jax.jit(tx.update)
     _, state = update(jnp.arange(8.0), tx.init(jnp.zeros(8)))
     assert gcjax.info(state).residual_norm == 0
-    h, _ = update(jnp.zeros(8), state)  # 6 and 7 are taken back, 1 to 5 were never sent
+    h, _ = update(jnp.zeros(8), state)  # 6 and 7 are sent again as changes, 1 to 5 were never sent
     np.testing.assert_array_equal(h, jnp.zeros(8))
 
 
@@ -125,12 +126,12 @@ def test_a_bad_density_raises(density):
         gcjax.ef21_compress(density)
 
 
-def test_an_integer_leaf_raises_and_is_named():
+def test_an_integer_leaf_raises_with_its_name():
     with pytest.raises(TypeError, match=r"\['n'\].*int32"):
         gcjax.ef21_compress(0.5).init({"n": jnp.zeros(3, jnp.int32)})
 
 
-def test_abstract_state_has_the_mean_replicated_and_the_rest_per_worker():
+def test_specs_replicate_h_and_nothing_else():
     state = gcjax.ef21_compress(0.5, axis_name="data").init({"a": jnp.zeros((2, 3))})
     specs = gcjax.state_specs(state)
     assert specs.mean == {"a": jax.sharding.PartitionSpec()}

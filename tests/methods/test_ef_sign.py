@@ -1,4 +1,4 @@
-"""EF-SignSGD's own claims: words by hand, the contraction, the bound on the error, where signs alone fail."""
+"""ef_sign_compress: words by hand, the contraction, the bound on the error, where signs alone fail."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def chain(axis_name, learning_rate):
 CHAINS = {"ef_sign_compress": chain}
 
 
-def test_words_worked_by_hand():
+def test_words_by_hand():
     tree = {"a": jnp.zeros(34), "b": jnp.zeros(3)}
     (bucket,) = layout_of(tree).buckets
     x = np.zeros(bucket.size, np.float32)
@@ -60,13 +60,13 @@ def test_words_worked_by_hand():
     assert decoded[:34].tolist() == np.where(x[:34] < 0, -0.5, 0.5).tolist()
 
 
-def test_the_contraction_of_a_leaf_is_exactly_that_of_the_paper():
-    """|a - C(a)|^2 = (1 - |a|_1^2 / (d |a|_2^2)) |a|^2, whatever the other leaf."""
+def test_the_contraction_of_a_leaf_is_the_papers():
+    """|a - C(a)|^2 = (1 - |a|_1^2 / (d |a|_2^2)) |a|^2, independent of the other leaf."""
     rng = np.random.default_rng(0)
     g = {"a": rng.normal(size=1000), "b": 1e3 * rng.standard_cauchy(size=(20, 30))}
     g = jax.tree.map(lambda x: x.astype(np.float32), g)
     tx = gcjax.ef_sign_compress()
-    sent, _ = tx.update(g, tx.init(g))
+    sent, _ = jax.jit(tx.update)(g, tx.init(g))
     for name, a in g.items():
         a = a.astype(np.float64)
         left = np.sum((a - sent[name]) ** 2)
@@ -75,7 +75,7 @@ def test_the_contraction_of_a_leaf_is_exactly_that_of_the_paper():
 
 
 def test_the_residual_stays_within_the_papers_bound():
-    """Lemma 3: |e|^2 <= 4 (1 - delta) / delta^2 * max |g|^2, delta the smallest contraction on the way."""
+    """Lemma 3: |e|^2 <= 4 (1 - delta) / delta^2 * max |g|^2 with delta the smallest contraction so far."""
     rng = np.random.default_rng(0)
     tx = gcjax.ef_sign_compress()
     state = tx.init(jnp.zeros(200))
@@ -88,7 +88,7 @@ def test_the_residual_stays_within_the_papers_bound():
         _, state = step(jnp.asarray(g, jnp.float32), state)
         e = np.asarray(state.buckets.value[0].residual)
         assert np.sum(e**2) <= 4 * (1 - delta) / delta**2 * largest
-    assert np.sum(e**2) > largest / 10  # the bound is not met by an error that is always small
+    assert np.sum(e**2) > largest / 10  # an error that is always small would not test the bound
 
 
 def descend(tx, gradient, x, steps):
@@ -109,14 +109,14 @@ def rate(t):
 
 
 def both(gradient, x, steps=2000):
-    """Where the signs alone and EF-SignSGD end."""
+    """The last parameters with signs alone and with EF-SignSGD."""
     signs = optax.chain(gcjax.sign_vote_compress(), optax.sgd(rate))
     feedback = optax.chain(gcjax.ef_sign_compress(), optax.sgd(rate))
     return descend(signs, gradient, x, steps), descend(feedback, gradient, x, steps)
 
 
-def test_skewed_noise_leads_signs_up_the_slope_and_error_feedback_down():
-    """f(x) = x / 4, seen as 4 in one step of four and as -1 in the others: the paper's first counter-example."""
+def test_skewed_noise_makes_signs_ascend():
+    """f(x) = x / 4, with gradient 4 in one step of four and -1 in the others: the paper's first counter-example."""
 
     def gradient(x, t):
         return jnp.where(t % 4 == 0, 4.0, -1.0) * jnp.ones_like(x)
@@ -126,7 +126,7 @@ def test_skewed_noise_leads_signs_up_the_slope_and_error_feedback_down():
     assert (feedback < -1).all()
 
 
-def test_signs_stay_on_a_line_beside_the_optimum_of_a_convex_function():
+def test_signs_miss_the_optimum_of_a_convex_function():
     """f(x) = |x0 + x1| / 2 + |x0 - x1| from (1, 1): every subgradient has the signs of +-(1, -1)."""
 
     def gradient(x, t):
@@ -138,7 +138,7 @@ def test_signs_stay_on_a_line_beside_the_optimum_of_a_convex_function():
     assert np.abs(feedback).max() < 0.05
 
 
-def test_signs_stay_on_a_line_beside_the_optimum_of_least_squares():
+def test_signs_miss_the_optimum_of_least_squares():
     """<a0, x>^2 + <a1, x>^2, one term at a time, with a = +-(1, -1) + (1, 1) / 2 and the optimum at 0."""
     rows = jnp.array([[1.5, -0.5], [-0.5, 1.5]])
 

@@ -1,4 +1,4 @@
-"""GaussianK's own claims: the threshold of the normal distribution and the rounds that adjust it."""
+"""gaussian_k_compress: the threshold of the normal distribution and the rounds that adjust it."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from gcjax.methods import gaussian_k
 
 
 def expected_entries(a, density):
-    """Positions of the entries sent: the authors' rounds, a threshold counted before it is changed."""
+    """Positions of the entries sent, by the authors' rounds: count, then change the threshold."""
     k = max(1, math.floor(density * len(a)))
     threshold = a.mean(dtype=np.float64) - NormalDist().inv_cdf(density / 2) * a.std(dtype=np.float64)
     for _ in range(3):
@@ -38,7 +38,7 @@ def make(axis_name=None, **more):
     return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **more)
 
 
-CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32; 168 is the last
+CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32
 
 
 def make_oracle(workers, sizes):
@@ -69,11 +69,11 @@ def once(gradient, capacity=64):
 
 @jax.jit
 def selected(x, threshold, k):
-    return bits.unpack_mask(gaussian_k._near(x, threshold, k), len(x))
+    return bits.unpack_mask(gaussian_k._adjusted_mask(x, threshold, k), len(x))
 
 
-def listing(x, threshold, k):
-    """The rounds as the source has them."""
+def paper_rounds(x, threshold, k):
+    """The rounds as the source lists them."""
     for _ in range(3):
         chosen = x > threshold
         if chosen.sum() < 2 * k / 3:
@@ -92,12 +92,12 @@ BUCKET = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZ
 @jax.jit
 def standard(leaves, quantile):
     (a,) = buckets.flatten(buckets.layout_of(leaves), leaves)
-    return gaussian_k._standard(a, BUCKET, quantile)
+    return gaussian_k._normal_threshold(a, BUCKET, quantile)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (1000.0, 1.0), (-0.3, 0.5), (1e-32, 1e-33), (2e35, 1e36)])
-def test_the_threshold_is_that_of_the_normal_distribution(density, mean, deviation):
+def test_threshold_of_the_normal_distribution(density, mean, deviation):
     rng = np.random.default_rng(0)
     leaves = [(mean + deviation * rng.normal(size=n)).astype(np.float32) for n in SIZES]
     x, threshold = standard(leaves, statistics.NormalDist().inv_cdf(density / 2))
@@ -111,41 +111,41 @@ def test_the_threshold_is_that_of_the_normal_distribution(density, mean, deviati
 @pytest.mark.parametrize(
     ("threshold", "chosen"),
     [
-        (5.0, [8]),  # one passes: settled at once
-        (10.0, [8]),  # none, then 5
-        (20.0, [8]),  # none, none above 10, then 5
-        (40.0, []),  # none above 40, 20, 10; the next would be 5, but 10 was counted last
-        (3.0, [8]),  # 8 and 4 are more than 4/3, then 4.5
-        (2.0, [8]),  # 8 and 4, again above 3, then 4.5
-        (0.5, [8, 4, 2]),  # four, four above 0.75, three above 1.125
+        (5.0, [8]),  # one passes: done
+        (10.0, [8]),  # none pass 10, one passes 5
+        (20.0, [8]),  # none pass 20 and 10, one passes 5
+        (40.0, []),  # none pass 40, 20 and 10; 5 would be the fourth round
+        (3.0, [8]),  # two pass 3, one passes 4.5
+        (2.0, [8]),  # two pass 2 and 3, one passes 4.5
+        (0.5, [8, 4, 2]),  # four pass 0.5 and 0.75, three pass 1.125
     ],
 )
-def test_rounds_worked_by_hand(threshold, chosen):
+def test_rounds_by_hand(threshold, chosen):
     x = jnp.array([1.0, 8.0, 2.0, 4.0])
     assert sorted(np.asarray(x)[np.asarray(selected(x, threshold, 1))], reverse=True) == chosen
 
 
-def test_the_rounds_are_those_of_the_source_from_any_threshold():
+def test_rounds_equal_the_papers_from_any_threshold():
     x = np.abs(np.random.default_rng(1).standard_t(3, 3000)).astype(np.float32)
     rounds = set()
     for threshold in np.float32(2.0) ** np.arange(-6, 8, 0.25, dtype=np.float32):
-        expected = listing(x, threshold, 60)
+        expected = paper_rounds(x, threshold, 60)
         np.testing.assert_array_equal(selected(x, threshold, 60), expected)
         rounds.add(40 <= expected.sum() <= 80)
     assert rounds == {True, False}
 
 
-def test_of_normal_entries_the_wanted_share_is_sent():
+def test_normal_entries_are_sent_at_the_density():
     x = jax.random.normal(jax.random.key(0), (300_000,))
     assert once(x, 4096)[1].sent == pytest.approx(3000, abs=5 * 3000**0.5)
 
 
-def test_of_laplace_entries_six_times_the_wanted_share_is_selected_as_documented():
+def test_laplace_entries_exceed_the_density_sixfold():
     x = jax.random.laplace(jax.random.key(0), (300_000,))
     assert 5 < once(x, 4096)[1].selected / 3000 < 7
 
 
-def test_where_the_mean_is_far_below_zero_all_but_zeros_pass_as_documented():
+def test_with_a_mean_far_below_zero_everything_passes():
     g = np.random.default_rng(2).normal(size=4000) - 9
     g[::500] = 0
     info = once(g.astype(np.float32))[1]
@@ -154,14 +154,14 @@ def test_where_the_mean_is_far_below_zero_all_but_zeros_pass_as_documented():
 
 
 @pytest.mark.parametrize("power", [-100, 120])
-def test_a_scale_that_is_a_power_of_two_changes_nothing(power):
+def test_a_power_of_two_as_scale_changes_nothing(power):
     g = np.random.default_rng(3).normal(size=4000).astype(np.float32)
     update = once(g)[0]
     assert np.count_nonzero(update) > 20
     np.testing.assert_array_equal(once(np.ldexp(g, power))[0], np.ldexp(update, power))
 
 
-def test_equal_entries_and_a_single_one_are_sent():
+def test_equal_entries_and_a_single_entry_are_sent():
     assert once(jnp.full(20, -3.0))[0].tolist() == [-3.0] * 20
     assert once(jnp.float32(2.0))[0] == 2.0
 

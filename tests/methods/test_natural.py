@@ -1,4 +1,4 @@
-"""Natural compression's own claims: powers of two exactly, no bias, variance factor 1/8, words by hand."""
+"""natural_compress: powers of two exactly, no bias, variance factor 1/8, words by hand."""
 
 import jax
 import numpy as np
@@ -51,17 +51,15 @@ def once(g):
     return draws(gcjax.natural_compress(key=KEY), g, 1)[0]
 
 
-def test_powers_of_two_are_sent_exactly_over_the_whole_normal_range():
+def test_powers_of_two_are_sent_exactly():
     powers = np.float32(2.0) ** np.arange(-126, 128).astype(np.float32)
     g = np.concatenate([powers, -powers, [0.0, -0.0]]).astype(np.float32)
     np.testing.assert_array_equal(once(g), g)
 
 
-def test_every_entry_becomes_one_of_the_powers_around_it_with_its_mean_and_at_most_an_eighth_of_its_square():
-    g = np.concatenate(
-        [[4 / 3, -4 / 3, 1.5, 1 + 2**-23, 2 - 2**-23], np.geomspace(1e-30, 1e30, 200) * np.tile([1, -1], 100)]
-    )
-    g = g.astype(np.float32)
+def test_draws_are_neighbours_unbiased_and_vary_as_stated():
+    special, spread = [4 / 3, -4 / 3, 1.5, 1 + 2**-23, 2 - 2**-23], np.geomspace(1e-30, 1e30, 200)
+    g = np.concatenate([special, spread * np.tile([1, -1], 100)]).astype(np.float32)
     got = draws(gcjax.natural_compress(key=KEY), g, 4000) / g.astype(np.float64)
     mantissa = np.abs(g) / 2.0 ** np.floor(np.log2(np.abs(g)))
     for column, m in zip(got.T, mantissa, strict=True):
@@ -74,7 +72,7 @@ def test_every_entry_becomes_one_of_the_powers_around_it_with_its_mean_and_at_mo
     assert (spread <= 1 / 8 + 5 * ((got - 1) ** 2).std(0) / 4000**0.5).all()
 
 
-def test_the_words_hold_exponents_and_signs_bit_by_bit_nine_for_each_entry():
+def test_words_by_hand():
     g = np.zeros(40, np.float32)
     g[[0, 1, 33]] = 4.0, -0.25, -1.0  # biased exponents 129, 125, 127
     (words,), info = messages(gcjax.natural_compress(key=KEY), g)
@@ -86,7 +84,7 @@ def test_the_words_hold_exponents_and_signs_bit_by_bit_nine_for_each_entry():
     assert info.payload_bits == 9 * 40
 
 
-def test_the_largest_numbers_go_down_and_those_below_the_normal_range_to_zero():
+def test_huge_numbers_round_down_and_tiny_ones_become_zero():
     largest = np.finfo(np.float32).max
     np.testing.assert_array_equal(once([largest] * 50 + [-largest] * 50), [2.0**127] * 50 + [-(2.0**127)] * 50)
     assert not once(np.full(100, 1.1e-38)).any()
