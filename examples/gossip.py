@@ -65,7 +65,7 @@ def batches(rng, parts, size: int):
 
 
 def train(name: str, seed: int, data, args, mesh) -> dict:
-    """One training; the accuracy of the mean model, the spread and the bits of a worker after every epoch."""
+    """One training: after every epoch the accuracy of the mean model, the consensus distance and the bits per worker."""
     images, labels, test_images, test_labels = data
     model = Cnn()
 
@@ -109,7 +109,7 @@ def train(name: str, seed: int, data, args, mesh) -> dict:
                 "step": sent.step,
                 "loss": float(np.mean(losses)),
                 "accuracy": 100 * sum(correct) / len(test_images),
-                "spread": gossip.consensus_distance(state.params).relative,
+                "consensus_distance": gossip.consensus_distance(state.params).relative,
                 "bits": float(sent.bits.mean()),
                 "repeated": sent.failures,
             }
@@ -127,7 +127,8 @@ def grouped(runs) -> dict[str, list[list[dict]]]:
 
 def table(runs) -> str:
     """Aligned text, a row for each algorithm; medians, and ranges in brackets when there are several seeds."""
-    lines = [("algorithm", "test accuracy %", "to all-reduce", "spread", "kbit/step/worker", "Mbit/worker", "repeated")]
+    head = ("algorithm", "test accuracy %", "to all-reduce", "consensus distance")
+    lines = [(*head, "kbit/step/worker", "Mbit/worker", "repeated")]
     ends = {name: [epochs[-1] for epochs in group] for name, group in grouped(runs).items()}
     for name, rows in ends.items():
 
@@ -145,7 +146,7 @@ def table(runs) -> str:
                 ALGORITHMS[name][0],
                 f"{middle('accuracy'):.2f}{ranged}",
                 gap,
-                f"{middle('spread'):.4f}",
+                f"{middle('consensus_distance'):.4f}",
                 f"{bits / rows[0]['step'] / 1e3:,.1f}",
                 f"{bits / 1e6:,.1f}",
                 f"{middle('repeated'):g}",

@@ -281,10 +281,11 @@ def report(args, board: Board, others: Others, rank: int, accuracy) -> list:
         living = [r for r in ranks if states[r] is not None]
         copies = [board.read(r) for r in living]
         mean = np.mean([copy for copy in copies if copy is not None], axis=0)
-        spread = float(np.sqrt(np.mean([np.sum((copy - mean) ** 2) for copy in copies if copy is not None])))
+        distance = float(np.sqrt(np.mean([np.sum((copy - mean) ** 2) for copy in copies if copy is not None])))
         found = [json.loads((args.out / f"swarm_node{r}.json").read_text()) for r in living if _is_here(args, r)]
         record = {"nodes": others.nodes, "lost": [r for r in ranks if states[r] is None], "results": found}
-        record |= {"mean_model_accuracy": accuracy(mean), "spread": spread, "settings": {"pace": args.pace}}
+        record |= {"mean_model_accuracy": accuracy(mean), "consensus_distance": distance}
+        record |= {"settings": {"pace": args.pace}}
         (args.out / "swarm_mpi.json").write_text(json.dumps(record, indent=1) + "\n")
         print(table(record), flush=True)
     board.say(STATE, REPORTED)
@@ -309,7 +310,7 @@ def table(record: dict) -> str:
     )
     lost = f"; lost: {', '.join(map(str, record['lost']))}" if record["lost"] else ""
     accuracy = f"{100 * record['mean_model_accuracy']:.2f} %"
-    return f"\n{text}\nThe mean model: {accuracy}; spread {record['spread']:.3f}{lost}"
+    return f"\n{text}\nThe mean model: {accuracy}; consensus distance {record['consensus_distance']:.3f}{lost}"
 
 
 def launch(args) -> int:

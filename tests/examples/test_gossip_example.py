@@ -52,7 +52,7 @@ def test_it_writes_table_plot_and_curves(tmp_path):
     exchanges = steps // 4
     least = 8 * entries * exchanges + 32 * entries
     assert least < swarm[-1]["bits"] < 1.05 * least
-    assert dense[-1]["spread"] < 1e-6 < swarm[-1]["spread"]
+    assert dense[-1]["consensus_distance"] < 1e-6 < swarm[-1]["consensus_distance"]
     assert swarm[-1]["repeated"] == 0
 
 

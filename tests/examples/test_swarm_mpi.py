@@ -145,7 +145,7 @@ def test_a_slow_node_does_not_slow_the_others(tmp_path):
     assert min(after[0], after[1]) > 0.9 * max(before[0], before[1])
     for record in (even, slowed):
         assert record["mean_model_accuracy"] > 0.9
-        assert record["spread"] < 1
+        assert record["consensus_distance"] < 1
         assert record["lost"] == []
     assert min(own["exchanges"] for own in even["results"]) > 20
     assert "The mean model:" in output
