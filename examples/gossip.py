@@ -65,7 +65,7 @@ def batches(rng, parts, size: int):
 
 
 def train(name: str, seed: int, data, args, mesh) -> dict:
-    """One training: after every epoch the accuracy of the mean model, the consensus distance and the bits per worker."""
+    """One training: after every epoch the accuracy of the mean model, consensus distance and bits per worker."""
     images, labels, test_images, test_labels = data
     model = Cnn()
 

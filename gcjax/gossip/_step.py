@@ -40,8 +40,9 @@ def make_train_step(
       `state.params` is a `PerWorker`. `mean_params(state.params)` is the model to evaluate.
 
     Raises:
-      As `gcjax.make_train_step`; ValueError (from `init`) for a chain without a gossip transform, or with one over
-        other axes.
+      ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, or with one over other
+        axes.
+      TypeError, RuntimeError: as `gcjax.make_train_step`.
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     return GossipStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, None, accumulate, PartitionSpec())

@@ -33,7 +33,7 @@ DEFAULT_GRAPHS = {
 
 
 class Curves(NamedTuple):
-    """The result of a simulation at k + 1 moments, the first at the start. NumPy arrays of that length, if not noted.
+    """The result of a simulation at k + 1 moments, the first at the start. NumPy arrays of length k + 1 unless noted.
 
     Attributes:
       events: int64, meetings of two nodes so far, or rounds of all nodes.
