@@ -6,9 +6,11 @@ from gcjax._core.info import Info, info
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.transform import CompressState, compress
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
-from gcjax._planner.costs import Cost, Method, measure_costs
+from gcjax._planner.costs import measure_costs
+from gcjax._planner.measuring import Cost, Method
 from gcjax._planner.network import Link
-from gcjax._planner.plan import Plan, plan
+from gcjax._planner.plan import plan
+from gcjax._planner.prediction import Plan
 from gcjax._training.consistency import check_agreement
 from gcjax._training.sharding import init_sharded, local_gradients, per_worker, place, state_specs
 from gcjax._training.step import Metrics, TrainState, make_train_step

@@ -2,7 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from types import ModuleType
 
 import gcjax
 from gcjax._planner.network import as_count
@@ -10,7 +12,30 @@ from gcjax._planner.network import as_count
 SHOWN = 6  # methods in the plot, beside the dense mean
 
 
-def main(arguments=None) -> int:
+def main(arguments: Sequence[str] | None = None, measure_costs: Callable[..., object] = gcjax.measure_costs) -> int:
+    """Run one command.
+
+    Args:
+      arguments: of the command line; None for those of this process.
+      measure_costs: what `--measure` calls, with a function that shows the progress.
+
+    Returns:
+      The exit status: 0, or 2 for bad arguments.
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        print(_predicted(args, measure_costs))
+    except (ValueError, ImportError, OSError) as error:
+        print(f"python -m gcjax plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gcjax", description="Gradient compression for JAX.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add = commands.add_parser("plan", help="predict the time of a training step with every method")
@@ -19,7 +44,7 @@ def main(arguments=None) -> int:
     add.add_argument("--workers", required=True, metavar="P", help="data-parallel workers")
     add.add_argument("--link", required=True, metavar="SPEED", help="of each worker or host, such as 1Gbit or 50GB/s")
     add.add_argument("--step-time", required=True, metavar="TIME", help="a step without any exchange, such as 0.3s")
-    add.add_argument("--latency", default="50us", metavar="TIME", help="of a message (default 50us)")
+    add.add_argument("--latency", default="50us", metavar="TIME", help="of an empty message (default 50us)")
     add.add_argument("--density", default="1/100", metavar="SHARE", help="sent by sparse methods (default 1/100)")
     add.add_argument("--inner-workers", default="1", metavar="Q", help="workers on each host (default 1)")
     add.add_argument("--inner-link", metavar="SPEED", help="between the workers of a host, such as 300Gbit")
@@ -28,21 +53,12 @@ def main(arguments=None) -> int:
     )
     add.add_argument("--measure", action="store_true", help="measure the methods on this device again")
     add.add_argument("--plot", metavar="FILE", help="draw the step's time against the speed of the link")
-    args = parser.parse_args(arguments)
-    if args.command is None:
-        parser.print_help()
-        return 0
-    try:
-        print(_plan(args))
-    except (ValueError, ImportError, OSError) as error:
-        print(f"python -m gcjax plan: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser
 
 
-def _plan(args) -> gcjax.Plan:
+def _predicted(args: argparse.Namespace, measure_costs: Callable[..., object]) -> gcjax.Plan:
     if args.plot:
-        _pyplot()  # before anything takes time
+        _pyplot()  # fail before anything takes time
     setting = {
         "workers": as_count("--workers", args.workers),
         "link": args.link,
@@ -54,7 +70,7 @@ def _plan(args) -> gcjax.Plan:
         "methods": args.methods,
     }
     if args.measure:
-        gcjax.measure_costs(_show)
+        measure_costs(_show)
     found = gcjax.plan(args.params, **setting, progress=_show)
     if args.plot:
         _draw(found, args.plot)
@@ -72,7 +88,7 @@ def _show(done: int, count: int, name: str) -> None:
     print(f"measuring {done + 1} of {count} on this device, once: {name}", file=sys.stderr)
 
 
-def _pyplot():
+def _pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError as error:
@@ -84,16 +100,18 @@ def _pyplot():
 
 
 def _draw(found: gcjax.Plan, path: str) -> None:
-    """Seconds of a step against the speed of the link, a factor of 100 to either side."""
+    """Plot the seconds of a step against the speed of the link, up to a factor of 100 either way."""
     pyplot = _pyplot()
     setting = found.setting
     here = setting.link.bits_per_second
     rates = [here * 10 ** (k / 10) for k in range(-20, 21)]
-    plans = [{row.method: row.step for row in found.at(rate).rows} for rate in rates]
+    steps = [{row.method: row.step for row in found.at(rate).rows} for rate in rates]
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for row in [found.dense, *[row for row in found.rows if row is not found.dense][:SHOWN]]:
         style = {"color": "black", "linewidth": 2} if row is found.dense else {}
-        axes.loglog([rate / 1e9 for rate in rates], [steps[row.method] for steps in plans], label=row.method, **style)
+        axes.loglog(
+            [rate / 1e9 for rate in rates], [at_rate[row.method] for at_rate in steps], label=row.method, **style
+        )
     axes.axvline(here / 1e9, color="grey", linestyle=":")
     axes.axhline(setting.step_time, color="grey", linestyle="--", label="without exchange")
     axes.set(xlabel="link, Gbit/s", ylabel="predicted step, s")

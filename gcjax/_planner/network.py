@@ -1,18 +1,19 @@
-"""The network model: what a collective takes over a link; and the units in which people give links, times and sizes.
+"""The network model: the seconds that a collective takes over a link. Also the units of links, times and sizes.
 
-A message of m bytes between p workers over a link of latency a and b bytes per second takes, whichever is less:
+A collective of m bytes between p workers, over links of latency a and b bytes per second, takes the shorter of:
 
     all-reduce   recursive doubling, ceil(log2 p) (a + m / b); or halving and doubling, 2 ceil(log2 p) a +
-                 2 (p - 1) / p m / b: a ring moves the same bytes in 2 (p - 1) messages
+                 2 (p - 1) / p m / b: a ring moves the same bytes in 2 (p - 1) rounds
     all-gather   recursive doubling, ceil(log2 p) a + (p - 1) m / b
     all-to-all   pairwise, (p - 1) a + (p - 1) / p m / b; or Bruck's algorithm, ceil(log2 p) (a + m / 2 b)
 
 **Source.** Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
-doi 10.1177/1094342005051521, tables of section 4; there exact for powers of two. Links carry both directions at once.
+doi 10.1177/1094342005051521, tables of section 4; exact there for powers of two. Links carry both directions at once.
 """
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gcjax._comm.simulated import Transfer, arriving_bytes
@@ -24,24 +25,27 @@ _NUMBER = r"\s*(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*"
 
 
 class Link(NamedTuple):
-    """bits_per_second: line rate, each way.  latency: seconds of a message without content.
+    """A network link.
 
-    efficiency: share of the rate that is left for the content; the default is for TCP over Ethernet.
+    Attributes:
+      bits_per_second: line rate, each way.
+      latency: seconds that an empty message takes.
+      efficiency: share of the rate that is left for the content. The default is for TCP over Ethernet.
     """
 
     bits_per_second: float
     latency: float
     efficiency: float = EFFICIENCY
 
-    def seconds(self, message: Transfer, workers: int) -> float:
-        """Seconds of one collective between workers who have such a link each."""
+    def seconds(self, transfer: Transfer, workers: int) -> float:
+        """Seconds of one collective between workers that each have such a link."""
         if workers == 1:
             return 0.0
-        a, m, rounds = self.latency, 8 * message.bytes / (self.bits_per_second * self.efficiency), _log2(workers)
+        a, m, rounds = self.latency, 8 * transfer.bytes / (self.bits_per_second * self.efficiency), _log2(workers)
         rest = (workers - 1) / workers
-        if message.kind == "all_gather":
+        if transfer.kind == "all_gather":
             return rounds * a + (workers - 1) * m
-        if message.kind == "all_to_all":
+        if transfer.kind == "all_to_all":
             return min((workers - 1) * a + rest * m, rounds * (a + m / 2))
         return min(rounds * (a + m), 2 * (rounds * a + rest * m))
 
@@ -51,9 +55,15 @@ def _log2(workers: int) -> int:
 
 
 class Setting(NamedTuple):
-    """parameters: of the model.  workers: in all; `inner_workers` of them share a host and its `link` to the others.
+    """What a step is predicted for.
 
-    step_time: seconds of a step without the exchange.  inner_link: between the workers of a host.
+    Attributes:
+      parameters: number of parameters of the model.
+      workers: number of all workers.
+      link: of each host to the others.
+      step_time: seconds of a step without the exchange.
+      inner_workers: workers on each host.
+      inner_link: between the workers of a host; None for one worker.
     """
 
     parameters: int
@@ -63,21 +73,42 @@ class Setting(NamedTuple):
     inner_workers: int
     inner_link: Link | None
 
-    def wire_seconds(self, messages: tuple[Transfer, ...], squares: bool) -> float:
-        """Seconds of the messages, one after the other; between hosts striped over the inner workers."""
-        hosts, inner = self.workers // self.inner_workers, self.inner_workers
-        seconds = sum(self.link.seconds(message, hosts) for message in messages)
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.workers // self.inner_workers
+
+    def wire_seconds(self, transfers: Iterable[Transfer], squares: bool) -> float:
+        """Seconds of the transfers, one after the other. Between hosts, the inner workers each move a part.
+
+        Args:
+          transfers: collectives between hosts.
+          squares: whether `sum_grad_squared` is averaged within a host too.
+        """
+        transfers = list(transfers)
+        seconds = sum(self.link.seconds(transfer, self.hosts) for transfer in transfers)
         if self.inner_link is None:
             return seconds
+        inner = self.inner_workers
         seconds += self.inner_link.seconds(Transfer("all_reduce", 4 * self.parameters), inner) * (1 + squares)
-        if hosts > 1:
-            stripes = [arriving_bytes(m, hosts) // inner for m in messages if m.kind != "maximum"]
-            seconds += sum(self.inner_link.seconds(Transfer("all_gather", stripe), inner) for stripe in stripes)
+        if self.hosts > 1:
+            parts = [arriving_bytes(t, self.hosts) // inner for t in transfers if t.kind != "maximum"]
+            seconds += sum(self.inner_link.seconds(Transfer("all_gather", part), inner) for part in parts)
         return seconds
 
 
-def as_link(name: str, value, latency: float) -> Link:
-    """A `Link` as it is; else one of that latency from a number of bits per second or a text like "10Gbit"."""
+def as_link(name: str, value: Link | str | float, latency: float) -> Link:
+    """A `Link` from bits per second or a text like "10Gbit", with that latency. A `Link` is returned as it is.
+
+    Args:
+      name: of the argument, for the message.
+      value: what the user passed.
+      latency: seconds.
+
+    Raises:
+      ValueError: a text that is not understood, or a value out of range.
+      TypeError: neither a `Link`, a text nor a number.
+    """
     if isinstance(value, Link):
         return value
     good = 'such as "1Gbit", "100Mbit", "50GB/s" or a number of bits per second'
@@ -90,8 +121,8 @@ def as_link(name: str, value, latency: float) -> Link:
     return Link(_positive(name, bits, good), latency)
 
 
-def as_seconds(name: str, value) -> float:
-    """Seconds, from a number of them or a text like "300ms"."""
+def as_seconds(name: str, value: str | float) -> float:
+    """Seconds from a number of seconds or a text like "300ms". Raises as `as_link`."""
     good = 'such as "0.3s", "300ms", "50us" or a number of seconds'
     found = re.fullmatch(_NUMBER + r"(s|ms|us|µs|)", value) if isinstance(value, str) else None
     if isinstance(value, str) and not found:
@@ -99,8 +130,8 @@ def as_seconds(name: str, value) -> float:
     return _positive(name, float(found[1]) * TIMES[found[2]] if found else value, good, zero=True)
 
 
-def as_count(name: str, value) -> int:
-    """A whole number, also from a text like "25.6M"."""
+def as_count(name: str, value: str | float) -> int:
+    """A whole number from a number or a text like "25.6M". Raises as `as_link`."""
     good = 'such as "25.6M" or 25_600_000'
     found = re.fullmatch(_NUMBER + r"([kKMGBT]?)", value) if isinstance(value, str) else None
     if isinstance(value, str) and not found:
@@ -111,7 +142,7 @@ def as_count(name: str, value) -> int:
     return round(count)
 
 
-def _positive(name: str, value, good: str, zero=False) -> float:
+def _positive(name: str, value: object, good: str, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {good}, got {value!r}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
@@ -120,7 +151,7 @@ def _positive(name: str, value, good: str, zero=False) -> float:
 
 
 def rate_text(bits_per_second: float) -> str:
-    """A speed to read: "25 Gbit"."""
+    """A speed as text: "25 Gbit"."""
     if bits_per_second in (0, math.inf):
         return "never" if bits_per_second == 0 else "always"
     prefix = next(p for p in ("T", "G", "M", "k", "") if bits_per_second >= PREFIXES[p] or not p)
@@ -128,5 +159,5 @@ def rate_text(bits_per_second: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time to read: "1.25 s"."""
+    """A time as text: "1.25 s"."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
