@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gcjax._comm.collectives import mesh_comm, replaced_comm
 from gcjax._comm.comm import Comm
@@ -55,7 +56,9 @@ def model_of(size: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes if math.prod(shape)]
 
 
-def transfers_of(tx, params: PyTree, workers: int, squares: bool) -> tuple[Transfer, ...]:
+def transfers_of(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree, workers: int, squares: bool
+) -> tuple[Transfer, ...]:
     """What one worker sends in one update, in order. Only traces: nothing is computed or allocated.
 
     Of several capacities, the largest counts.

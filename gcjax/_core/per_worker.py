@@ -47,13 +47,15 @@ class PerWorker:
                 "in_specs=gcjax.state_specs(state), so that every worker sees its own"
             )
         leaves, treedef = jax.tree.flatten(self.value)
-        return treedef.unflatten([x.reshape(shape) for x, shape in zip(leaves, self.shapes, strict=True)])
+        return jax.tree.unflatten(treedef, [x.reshape(shape) for x, shape in zip(leaves, self.shapes, strict=True)])
 
     def stacked(self) -> PyTree:
         """The state of all workers that the node holds: leaves of shape (workers, *shape)."""
         leaves, treedef = jax.tree.flatten(self.value)
         workers = self.workers
-        return treedef.unflatten([x.reshape(workers, *shape) for x, shape in zip(leaves, self.shapes, strict=True)])
+        return jax.tree.unflatten(
+            treedef, [x.reshape(workers, *shape) for x, shape in zip(leaves, self.shapes, strict=True)]
+        )
 
     @property
     def workers(self) -> int:

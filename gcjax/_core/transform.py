@@ -75,7 +75,7 @@ def compress(
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
 
-    def init(params) -> CompressState:
+    def init(params: PyTree) -> CompressState:
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)
@@ -98,7 +98,9 @@ def compress(
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
 
         gradients = flatten(layout, updates)
-        squares = [None] * len(gradients) if sum_grad_squared is None else flatten(layout, sum_grad_squared)
+        squares: list[Array | None] = [None] * len(gradients)
+        if sum_grad_squared is not None:
+            squares = [*flatten(layout, sum_grad_squared)]
         axes = state.buckets.axes
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
         any_bad = _any_bad(gradients, squares).astype(jnp.int32)
@@ -126,13 +128,14 @@ def compress(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_masked(node) -> bool:
+def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
 def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
     """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
-    if tree is None or jax.tree.structure(updates, is_leaf=_is_masked) != jax.tree.structure(tree):
+    masked: object = jax.tree.structure(updates, is_leaf=_is_masked)
+    if tree is None or masked != jax.tree.structure(tree):
         return tree
     return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
 

@@ -1,8 +1,8 @@
 """A pytree of gradients as flat float32 buckets, leaf boundaries kept.
 
-Every leaf starts at a multiple of 32, so that a mask word never belongs to two leaves; the padding between leaves is
-zero and stays zero. A bucket holds at most 2**28 entries, what a 28-bit index can name; a model above that is split, in
-the middle of a leaf if need be.
+Every leaf starts at a multiple of 32, so no mask word belongs to two leaves. The padding between leaves stays zero. A
+bucket holds at most 2**28 entries, because indices have 28 bits. A larger model is split into several buckets, in the
+middle of a leaf if necessary.
 """
 
 import dataclasses
@@ -24,9 +24,14 @@ bucket_limit: ContextVar[int] = ContextVar("bucket_limit", default=MAX_BUCKET)
 
 
 class Segment(NamedTuple):
-    """`size` entries of leaf number `leaf` from `begin` on (in C order), standing at `offset` of the bucket.
+    """A leaf, or a part of one, in a bucket.
 
-    shape: that of the leaf, or (size,) for a part of a leaf that is split between buckets.
+    Attributes:
+      leaf: number of the leaf.
+      begin: its first entry here, in C order; 0 unless the leaf is split between buckets.
+      size: number of entries here.
+      offset: position of the first one in the bucket.
+      shape: shape of the leaf, or (size,) for a part of a leaf.
     """
 
     leaf: int
@@ -38,13 +43,19 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """One flat vector of `size` entries (padding between leaves included), of which `entries` are parameters."""
+    """Where the leaves lie in one flat vector.
+
+    Attributes:
+      segments: the leaves, in order.
+      size: length of the vector, padding between leaves included.
+    """
 
     segments: tuple[Segment, ...]
     size: int
 
     @property
     def entries(self) -> int:
+        """Number of parameters."""
         return sum(s.size for s in self.segments)
 
     @property
@@ -53,7 +64,7 @@ class Bucket:
         return words_for(self.size)
 
     def leaf_word_ranges(self) -> list[tuple[int, int]]:
-        """For each segment, its first mask word and the one after its last."""
+        """For each segment, its first mask word and the word after its last."""
         return [(s.offset // LANES, -(-(s.offset + s.size) // LANES)) for s in self.segments]
 
     def valid_words(self) -> np.ndarray:
@@ -66,9 +77,9 @@ class Bucket:
         return words
 
     def leaf_of_word(self) -> np.ndarray:
-        """Number of the segment that each mask word belongs to, int32[words]; the tail counts to the last.
+        """Number of each mask word's segment, int32[words]; words after the last segment belong to it.
 
-        A constant of the program: computed inside it, XLA would spend seconds to fold it into one.
+        A NumPy constant: XLA would spend seconds on folding the computation of it.
         """
         starts = [s.offset // LANES for s in self.segments] + [self.words]
         return np.repeat(np.arange(len(self.segments), dtype=np.int32), np.diff(starts))
@@ -76,7 +87,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the leaves of one pytree lie in buckets; made from shapes alone, the same for every worker."""
+    """How the leaves of one pytree lie in buckets. Made from shapes alone, it is the same for every worker.
+
+    Attributes:
+      treedef: structure of the pytree.
+      shapes: shape of each leaf.
+      dtypes: dtype of each leaf.
+      buckets: the buckets.
+    """
 
     treedef: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
@@ -88,8 +106,8 @@ class Layout:
         return sum(b.entries for b in self.buckets)
 
 
-def path_name(path) -> str:
-    """A leaf's path for an error message."""
+def path_name(path: tuple) -> str:
+    """The path of a leaf, for an error message."""
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
@@ -149,11 +167,11 @@ def _flatten_bucket(bucket: Bucket, leaves: list[jax.Array]) -> jax.Array:
 
 
 def join(size: int, parts: list[tuple[int, jax.Array]]) -> jax.Array:
-    """float32[size] from flat parts and the places where they begin, zero in between."""
+    """float32[size] from flat parts and the offsets at which they begin, with zeros in between."""
     if len(parts) == 1 and len(parts[0][1]) == size:
         return parts[0][1]
-    # The largest goes first: XLA turns the first write into a padding and fuses that with what made the part, so that a
-    # small part's sum would be redone for every entry of the bucket.
+    # The largest part goes first: XLA turns the first write into a padding and fuses it with what made the part, so a
+    # sum behind a small part would be redone for every entry of the bucket.
     flat = jnp.zeros(size)
     for offset, part in sorted(parts, key=lambda pair: -len(pair[1])):
         flat = flat.at[offset : offset + len(part)].set(part)
@@ -161,7 +179,7 @@ def join(size: int, parts: list[tuple[int, jax.Array]]) -> jax.Array:
 
 
 def unflatten(layout: Layout, flat: list[jax.Array]) -> PyTree:
-    """The inverse of `flatten`: buckets back to a pytree with the leaves' own shapes and dtypes."""
+    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes."""
     parts: list[list[jax.Array]] = [[] for _ in layout.shapes]
     for bucket, values in zip(layout.buckets, flat, strict=True):
         for s in bucket.segments:

@@ -1,62 +1,63 @@
-"""Random bits by hashing positions: for draws of gradient length, and for the hash functions of sketches.
+"""Random bits by hashing positions: for random numbers of gradient length, and for the hash functions of sketches.
 
-A stream is a `jax.random` key, from which two words are drawn; its bit string at position i is a mixing hash of i and
-these words. `jax.random.bits` of gradient length took seven times as long on CPU as adding two arrays; this takes as
-long as the pass that uses it. The mixer is Chris Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
+A stream is given by a `jax.random` key, of which two words are taken; its bits at position i are a mixing hash of i and
+these words. On CPU `jax.random.bits` of gradient length took seven times as long as adding two arrays; this takes no
+longer than the pass that uses it. The mixer is Chris Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
 """
 
 import jax
 import jax.numpy as jnp
 
-from gcjax._types import Array
+from gcjax._kernels.buckets import Bucket
+from gcjax._types import Array, ArrayLike
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
-def step_key(key, step, bucket, rank=None) -> Array:
-    """The key of one update of one bucket: the same on all workers, or with `rank` one for each."""
+def step_key(key: Array, step: Array, bucket: Bucket, rank: Array | None = None) -> Array:
+    """The random key of one update of one bucket: the same on all workers, or with `rank` each worker's own."""
     first = bucket.segments[0]
     key = jax.random.fold_in(jax.random.fold_in(key, step), first.leaf)
     key = jax.random.fold_in(key, first.begin)  # a leaf may be split into several buckets
     return key if rank is None else jax.random.fold_in(key, rank)
 
 
-def hash_bits(key, position) -> Array:
+def hash_bits(key: Array, position: Array) -> Array:
     """uint32 random bits of the shape of `position` (non-negative integers), one for each."""
     return hash_words(seed_words(key), position)
 
 
-def seed_words(key) -> Array:
-    """uint32[2], the two words that stand for a key in `hash_words`, short enough to be sent."""
+def seed_words(key: Array) -> Array:
+    """uint32[2], the two words that stand for a key in `hash_words`; short enough to be sent."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def hash_words(words, position) -> Array:
-    """As `hash_bits`, from the two words."""
+def hash_words(words: Array, position: Array) -> Array:
+    """`hash_bits` from the two words of a key."""
     offset, mask = words
     return _mix(_mix(position.astype(jnp.uint32) + offset) ^ mask)
 
 
-def quick_bits(offset, position) -> Array:
-    """As `hash_bits`, from one word and by half the work; the bits of another offset are the same ones, moved on."""
+def quick_bits(offset: Array, position: Array) -> Array:
+    """`hash_bits` from one word, with half the work. Another offset gives the same sequence, shifted."""
     return _mix(position.astype(jnp.uint32) + offset)
 
 
-def _mix(x):
+def _mix(x: Array) -> Array:
     x = (x ^ (x >> 16)) * jnp.uint32(_MULTIPLIERS[0])
     x = (x ^ (x >> 15)) * jnp.uint32(_MULTIPLIERS[1])
     return x ^ (x >> 16)
 
 
-def uniform(key, size: int) -> Array:
+def uniform(key: Array, size: int) -> Array:
     """float32[size], uniform in [0, 1), multiples of 2**-24."""
     return (hash_bits(key, jnp.arange(size)) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-def scatter_positions(size: int, count: int, step) -> Array:
+def scatter_positions(size: int, count: int, step: ArrayLike) -> Array:
     """int32[count] positions below `size`, one at a hashed place in each of `count` equal stretches; all if they fit.
 
-    The same for the same `step` (int32); not meant to be secret or independent, only to miss any period of the data.
+    They depend on `step` (int32) alone. They are not meant to be independent, only to miss any period of the data.
     """
     if size <= count:
         return jnp.minimum(jnp.arange(count, dtype=jnp.int32), max(size - 1, 0))

@@ -1,8 +1,8 @@
-"""The leaves of a bucket as matrices: those of one shape in a batch; their products, and orthonormal vectors."""
+"""The leaves of a bucket as matrices, batched by shape; their products, and orthonormal vectors."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +14,12 @@ from gcjax._types import Array
 
 
 class Batch(NamedTuple):
-    """Leaves that are rows x columns matrices."""
+    """Leaves that are matrices of the same shape.
+
+    Attributes:
+      rows, columns: the shape.
+      segments: where the leaves lie.
+    """
 
     rows: int
     columns: int
@@ -26,14 +31,20 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The leaves of a bucket that are handled as matrices, and the others."""
+    """The leaves of a bucket that are treated as matrices, and the others.
+
+    Attributes:
+      bucket: where the leaves lie.
+      batches: the matrices, those of one shape together.
+      others: the other leaves.
+    """
 
     bucket: Bucket
     batches: tuple[Batch, ...]
     others: tuple[Segment, ...]
 
-    def take(self, flat) -> tuple[list[Array], Array]:
-        """A flat bucket -> for each batch of b float32[b, rows, columns]; the other leaves, one after the other."""
+    def take(self, flat: Array) -> tuple[list[Array], Array]:
+        """float32[n] -> float32[b, rows, columns] for each batch of b matrices; and the other leaves, concatenated."""
         matrices = []
         for batch in self.batches:
             size = batch.rows * batch.columns
@@ -41,7 +52,7 @@ class Matrices:
             matrices.append(jnp.concatenate(parts).reshape(-1, batch.rows, batch.columns))
         return matrices, jnp.concatenate([flat[:0], *(flat[s.offset : s.offset + s.size] for s in self.others)])
 
-    def join(self, matrices, others) -> Array:
+    def join(self, matrices: Sequence[Array], others: Array) -> Array:
         """The inverse of `take`."""
         parts: dict[Segment, Array] = {}
         begin = end = 0
@@ -58,7 +69,7 @@ class Matrices:
 
 
 def matrices_of(bucket: Bucket, wanted: Callable[[int, int], bool]) -> Matrices:
-    """The leaves of shape (..., columns), the other axes taken together as rows, for which `wanted(rows, columns)`.
+    """The leaves of shape (..., columns), their other axes merged to rows, for which `wanted(rows, columns)` is true.
 
     A part of a leaf that is split between buckets counts as a vector, and a vector as a matrix of one row.
     """
@@ -71,33 +82,33 @@ def matrices_of(bucket: Bucket, wanted: Callable[[int, int], bool]) -> Matrices:
     return Matrices(bucket, tuple(Batch(*shape, tuple(parts)) for shape, parts in by_shape.items()), tuple(others))
 
 
-def multiply(subscripts: str, x, y) -> Array:
+def multiply(subscripts: str, x: Array, y: Array) -> Array:
     """`jnp.einsum` in full float32; accelerators multiply with fewer bits by default."""
     return jnp.einsum(subscripts, x, y, precision=lax.Precision.HIGHEST)
 
 
-def unit(x) -> Array:
+def unit(x: Array) -> Array:
     """Vectors along the last axis scaled to length 1; one without a normal number in it becomes zero."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)  # the squares of 1e30 and 1e-30 leave float32's range
     x = jnp.where(largest >= TINY, x / largest, 0)
     return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1))
 
 
-def orthonormal(p, epsilon: float) -> Array:
+def orthonormal(p: Array, epsilon: float) -> Array:
     """The vectors p[:, 0], p[:, 1], ... (batch, n), made orthonormal in this order by Gram-Schmidt.
 
-    Zero takes the place of one of which no more than the share `epsilon` is left after the earlier ones are taken out.
+    A vector becomes zero if its projection off the earlier ones has no more than the share `epsilon` of its length.
     """
 
     def add(k, basis):
         x = _remove(unit(p[:, k]), basis)
         left = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-        x = unit(_remove(unit(x), basis))  # rounding errors along the basis, too, may be most of what is left
+        x = unit(_remove(unit(x), basis))  # rounding errors along the basis may be most of what is left
         return basis.at[:, k].set(jnp.where(left > epsilon, x, 0))
 
     return lax.fori_loop(0, p.shape[1], add, jnp.zeros_like(p))
 
 
-def _remove(x, basis) -> Array:
-    """x (batch, n) less its projection on the orthonormal `basis` (batch, k, n)."""
+def _remove(x: Array, basis: Array) -> Array:
+    """x (batch, n) minus its projection on the orthonormal `basis` (batch, k, n)."""
     return x - multiply("bk,bkn->bn", multiply("bkn,bn->bk", basis, x), basis)

@@ -86,11 +86,11 @@ class Returned(NamedTuple):
     """Sums that an owner did not pass on, to be added to its residual.
 
     Attributes:
-      index: int32[m], entry numbers; those of unused slots are out of bounds.
+      entry: int32[m], entry numbers; those of unused slots are out of bounds.
       values: float32[m].
     """
 
-    index: Array
+    entry: Array
     values: Array
 
 

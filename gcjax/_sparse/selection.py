@@ -1,10 +1,11 @@
-"""Selecting the largest entries: exactly, without a sort of gradient length, or by a threshold from a sample.
+"""Selection of the largest entries: exactly, without a sort of gradient length, or by a threshold from a sample.
 
-Magnitudes are compared as the integers that their bits are (`_bits.magnitude_bits`). Zeros and numbers below float32's
-normal range are never selected: there is nothing to send.
+Magnitudes are compared as the integers of their bits (`bits.magnitude_bits`). Zeros and numbers below float32's normal
+range are never selected: there is nothing to send.
 """
 
 import math
+from typing import overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,20 +25,25 @@ from gcjax._kernels.bits import (
 from gcjax._kernels.groups import Groups
 from gcjax._kernels.hashing import scatter_positions
 from gcjax._sparse.compaction import assign_slots, slot_indices
+from gcjax._types import Array, ArrayLike
 
 SAMPLE = 1 << 16
 _TINY_BITS = int(np.float32(TINY).view(np.uint32))
 _TOP_BITS = 0x7F7FFFFF  # those of the largest finite number
 
 
-def count_for_density(density, size: int):
-    """k = max(1, floor(density * size)), at most `size`; int where density is known, int32 where it is traced."""
+@overload
+def count_for_density(density: float, size: int) -> int: ...
+@overload
+def count_for_density(density: Array, size: int) -> Array: ...
+def count_for_density(density: float | Array, size: int) -> int | Array:
+    """k = max(1, floor(density * size)), at most `size`: an int for a float, int32 for an array."""
     if isinstance(density, (int, float)):
         return min(max(1, math.floor(density * size)), size)
     return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
 
 
-def kth_largest(bits, k, candidates=None):
+def kth_largest(bits: Array, k: Array, candidates: Array | None = None) -> Array:
     """The k-th largest of each row, exactly: uint32[..., m] below 2**31, int32[...] from 1 to m -> uint32[...].
 
     Found bit by bit from the top: 31 counts, no sort. candidates: packed mask of the entries that count, of one row.
@@ -50,17 +56,17 @@ def kth_largest(bits, k, candidates=None):
     return lax.fori_loop(0, 31, settle_bit, jnp.zeros_like(bits[..., 0]))
 
 
-def _count_rows(mask, candidates):
-    if mask.ndim == 1:  # XLA's CPU backend is slow at long reductions to a scalar, fast at those of rows of 32
+def _count_rows(mask: Array, candidates: Array | None) -> Array:
+    if mask.ndim == 1:  # on CPU XLA is slow at long reductions to a scalar, fast at rows of 32
         return jnp.sum(count_bits(_among(candidates, pack_mask(mask))))
     return jnp.sum(mask, axis=-1, dtype=jnp.int32)
 
 
-def _among(candidates, words):
+def _among(candidates: Array | None, words: Array) -> Array:
     return words if candidates is None else words & candidates
 
 
-def kth_magnitude(x, k, max_nonzero=None, candidates=None):
+def kth_magnitude(x: Array, k: int | Array, max_nonzero: int | None = None, candidates: Array | None = None) -> Array:
     """Bits of the k-th largest magnitude of x, exactly.
 
     A sample gives a bracket that nearly always holds the wanted number. One pass counts the entries above it and
@@ -93,7 +99,7 @@ def kth_magnitude(x, k, max_nonzero=None, candidates=None):
     low = jnp.maximum(jnp.where(rank + slack > SAMPLE, 0, low), _TINY_BITS)
     above, inside = (_among(candidates, words) for words in _pack_two(bits > high, (bits >= low) & (bits <= high)))
     count_above, slots = jnp.sum(count_bits(above)), assign_slots(inside, jnp.int32(0))
-    room = min(size // 32, round(3 * slack * size / SAMPLE)) if isinstance(k, int) else size // 32
+    room = size // 32 if isinstance(slack, Array) else min(size // 32, round(3 * slack * size / SAMPLE))
     found = (count_above < k) & (k <= count_above + slots.total) & (slots.total <= room)
     too_few = (low == _TINY_BITS) & (count_above + slots.total < k)
 
@@ -109,8 +115,8 @@ def kth_magnitude(x, k, max_nonzero=None, candidates=None):
     return lax.cond(found | too_few, among_these, among_all, x, slots)
 
 
-def _pack_two(a, b):
-    """Two masks as words, in one pass over what they are made of."""
+def _pack_two(a: Array, b: Array) -> tuple[Array, Array]:
+    """Pack two masks in one pass over the arrays they are computed from."""
     lanes = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
 
     def merge(x, y):
@@ -123,7 +129,7 @@ def _pack_two(a, b):
     return by_rows(pack, a, b)
 
 
-def top_k_mask(x, k, max_nonzero=None, candidates=None):
+def top_k_mask(x: Array, k: int | Array, max_nonzero: int | None = None, candidates: Array | None = None) -> Array:
     """Packed mask of the k entries of largest magnitude; of equal ones, those with the lowest index.
 
     Fewer are set only where fewer are not zero. The arguments are those of `kth_magnitude`.
@@ -135,7 +141,7 @@ def top_k_mask(x, k, max_nonzero=None, candidates=None):
     return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
 
 
-def keep_largest(limit: int, x, words):
+def keep_largest(limit: int, x: Array, words: Array) -> Array:
     """The `limit` entries of largest magnitude of a packed mask of x; all of them where no more are set.
 
     Entries that wait grow until they are among the largest, so none starves. Sending one region of the parameters after
@@ -148,7 +154,7 @@ def keep_largest(limit: int, x, words):
     return lax.cond(jnp.sum(count_bits(words)) > limit, largest, lambda x, words: words, x, words)
 
 
-def _lowest(words, count):
+def _lowest(words: Array, count: Array) -> Array:
     """The words with only their first `count` set bits, counted over all words."""
     here = count_bits(words)
     room = jnp.clip(count - (prefix_count(words) - here), 0, here)  # bits that this word may keep
@@ -156,11 +162,11 @@ def _lowest(words, count):
     return jnp.where(room == here, words, words & ((jnp.uint32(1) << stop.astype(jnp.uint32)) - 1))
 
 
-def sampled(x, groups: Groups, count: int, step):
-    """Up to `count` entries of each group (all of a smaller one): float32[groups, count], 0 where there are none.
+def sampled(x: Array, groups: Groups, count: int, step: Array) -> Array:
+    """A sample of up to `count` entries of each group (all of a smaller one): float32[groups, count], padded with 0.
 
-    They stand one in each of `count` equal stretches, at a place that changes with `step` (int32) by a hash. Not for
-    groups of several leaves, which have padding inside.
+    The group is cut into `count` equal stretches. A hash of `step` (int32) picks one entry of each. Not for groups of
+    several leaves, which have padding inside.
     """
     width = min(count, max(groups.sizes))
     begins = np.asarray([begin * 32 for begin, _ in groups.ranges], np.int32)[:, None]
@@ -171,10 +177,13 @@ def sampled(x, groups: Groups, count: int, step):
     return jnp.where(np.arange(width) < sizes, taken, 0)
 
 
-def quantile_threshold(samples, count, density):
-    """The magnitude that a share `density` of each group exceeds or equals, by its sample.
+def quantile_threshold(samples: Array, count: ArrayLike, density: ArrayLike) -> Array:
+    """The magnitude that a share `density` of each group's sample reaches, float32[groups].
 
-    samples: float32[groups, m], of which `count` (int32[groups]) are real and the rest 0. Returns float32[groups].
+    Args:
+      samples: float32[groups, m].
+      count: int32[groups], how many samples of each group are real; the others are 0.
+      density: share, in (0, 1].
     """
     k = jnp.clip(jnp.ceil(count * density), 1, samples.shape[-1]).astype(jnp.int32)
     return bits_float(jnp.maximum(kth_largest(magnitude_bits(samples), k), _TINY_BITS))

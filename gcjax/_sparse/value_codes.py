@@ -1,8 +1,8 @@
 """How the values of sparse entries become payload words.
 
 A code turns the entries of one payload (float32 values at int32 indices, in `capacity` slots) into uint32 words and
-back. Codes that are relative to a scale get one scale per leaf, sent once in the payload's header: the bits of the
-largest selected magnitude, rounded up to what `scale_bits` can hold.
+back. Codes that are relative to a scale get one scale per leaf, sent once in the header: the bits of the largest
+selected magnitude, rounded up to what `scale_bits` can hold.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from gcjax._kernels.bits import (
     sign_bit,
     unpack_uint,
 )
+from gcjax._types import Array, ArrayLike
 
 INDEX_BITS = 28
 _INDEX_MASK = (1 << INDEX_BITS) - 1
@@ -29,24 +30,27 @@ _SIGN_SHIFT = 31
 
 
 class ValueCode(NamedTuple):
-    """How values travel. `scale` arguments are per entry (or per group in `smallest`), as `to_scale` made them.
+    """How values travel. `scale` arguments are per entry (per leaf in `smallest`), as `to_scale` made them.
 
-    scale_bits: bits of one group's scale in the header, 0 for none.  entry_bits: bits of one entry, index included.
-    to_scale(peak): bits of a group's largest magnitude (uint32, 0 for an empty group) -> scale (uint32).
-    smallest(scale): the smallest magnitude that the code can send, float32.
-    encode(x, index, scale, key): float32[k], int32[k], uint32[k] -> uint32 words, as many for any k entries.
-    decode(words, scale_of): the inverse -> (index int32[k], y float32[k]); scale_of(index) gives uint32[k], the
-      entries' scales; scale_of(index, which=1) that of a second set, where the method sends two scales a group.
-    round(x, scale): the value y that the receivers of x see; raises where it is drawn at random.
+    Attributes:
+      scale_bits: bits of one leaf's scale in the header, 0 for none.
+      entry_bits: bits of one entry, index included.
+      to_scale: to_scale(peak) -> scale, uint32: peak holds the bits of a leaf's largest magnitude, 0 if it sends none.
+      smallest: smallest(scale) -> the smallest magnitude that the code can send, float32.
+      encode: encode(x, index, scale, key), of float32[k], int32[k], uint32[k] -> uint32 words, equally many for any k
+        entries.
+      decode: decode(words, scale_at) -> (index int32[k], y float32[k]): the inverse. scale_at(index) gives the entries'
+        scales, uint32[k]; scale_at(index, which=1) those of a second set, for methods with two scales per leaf.
+      round: round(x, scale) -> the value y that the receivers of x see. Raises where it is drawn at random.
     """
 
     scale_bits: int
     entry_bits: int
-    to_scale: Callable
-    smallest: Callable
-    encode: Callable
-    decode: Callable
-    round: Callable
+    to_scale: Callable[[Array], Array]
+    smallest: Callable[[Array], Array]
+    encode: Callable[..., Array]
+    decode: Callable[..., tuple[Array, Array]]
+    round: Callable[[Array, Array], Array]
 
 
 def power_of_two_code() -> ValueCode:
@@ -73,10 +77,10 @@ def power_of_two_code() -> ValueCode:
         below = below_top(x, scale).astype(jnp.uint32)
         return sign_bit(x) | (below << INDEX_BITS) | index.astype(jnp.uint32)
 
-    def decode(words, scale_of):
+    def decode(words, scale_at):
         index = (words & jnp.uint32(_INDEX_MASK)).astype(jnp.int32)
         below = ((words >> INDEX_BITS) & levels).astype(jnp.int32)
-        return index, value(words & jnp.uint32(1 << _SIGN_SHIFT), below, scale_of(index))
+        return index, value(words & jnp.uint32(1 << _SIGN_SHIFT), below, scale_at(index))
 
     def nearest(x, scale):
         return value(sign_bit(x), below_top(x, scale), scale)
@@ -100,10 +104,10 @@ def level_code() -> ValueCode:
         level = low + (jax.random.uniform(key, x.shape) < position - low)
         return sign_bit(x) | (jnp.minimum(level, top).astype(jnp.uint32) << INDEX_BITS) | index.astype(jnp.uint32)
 
-    def decode(words, scale_of):
+    def decode(words, scale_at):
         index = (words & jnp.uint32(_INDEX_MASK)).astype(jnp.int32)
         level = ((words >> INDEX_BITS) & top).astype(jnp.float32)
-        magnitude = bits_float(scale_of(index)) * (level / top)
+        magnitude = bits_float(scale_at(index)) * (level / top)
         return index, bits_float((words & jnp.uint32(1 << _SIGN_SHIFT)) | float_bits(magnitude))
 
     def nearest(x, scale):
@@ -139,10 +143,10 @@ def float_code(bits: int) -> ValueCode:
         del key
         return jnp.concatenate([index.astype(jnp.uint32), pack_uint(to_bits(x / unit(scale)), bits)])
 
-    def decode(words, scale_of):
+    def decode(words, scale_at):
         count = len(words) * 32 // (32 + bits)
         index = words[:count].astype(jnp.int32)
-        return index, from_bits(unpack_uint(words[count:], bits, count)) * unit(scale_of(index))
+        return index, from_bits(unpack_uint(words[count:], bits, count)) * unit(scale_at(index))
 
     def nearest(x, scale):
         return from_bits(to_bits(x / unit(scale))) * unit(scale)
@@ -151,8 +155,8 @@ def float_code(bits: int) -> ValueCode:
     return ValueCode(8 if bits == 16 else 0, 32 + bits, to_scale, smallest, encode, decode, nearest)
 
 
-def sign_code(step) -> ValueCode:
-    """Only the sign, standing for +step or -step, with a 31-bit index in one word (sign in bit 31).
+def sign_code(step: ArrayLike) -> ValueCode:
+    """Only the sign, which stands for +step or -step, with a 31-bit index in one word (sign in bit 31).
 
     Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015.
     """
@@ -164,8 +168,8 @@ def sign_code(step) -> ValueCode:
     def value(sign):
         return jnp.where(sign > 0, -jnp.float32(step), jnp.float32(step))
 
-    def decode(words, scale_of):
-        del scale_of
+    def decode(words, scale_at):
+        del scale_at
         return (words & jnp.uint32((1 << _SIGN_SHIFT) - 1)).astype(jnp.int32), value(words >> _SIGN_SHIFT)
 
     def nearest(x, scale):
@@ -176,8 +180,9 @@ def sign_code(step) -> ValueCode:
 
 
 def class_mean_code() -> ValueCode:
-    """Only the sign, standing for the mean of its sign class in the leaf, with a 31-bit index in one word (sign in bit
-    31). Scales are the means' bits: those of the leaves' positive classes, then those of the negative ones.
+    """Only the sign, which stands for the mean of its sign class in the leaf, with a 31-bit index in one word.
+
+    The sign is bit 31. Scales are the bits of the means: those of the leaves' positive classes, then of the negative.
 
     Source: Dryden, Jacobs, Moon, Van Essen, "Communication Quantization for Data-Parallel Training of Deep Neural
     Networks", MLHPC 2016, the adaptive quantisation.
@@ -187,9 +192,9 @@ def class_mean_code() -> ValueCode:
         del scale, key
         return sign_bit(x) | index.astype(jnp.uint32)
 
-    def decode(words, scale_of):
+    def decode(words, scale_at):
         index = (words & jnp.uint32((1 << _SIGN_SHIFT) - 1)).astype(jnp.int32)
-        return index, bits_float(jnp.where(words >> _SIGN_SHIFT > 0, scale_of(index, which=1), scale_of(index)))
+        return index, bits_float(jnp.where(words >> _SIGN_SHIFT > 0, scale_at(index, which=1), scale_at(index)))
 
     def nearest(x, scale):
         del x

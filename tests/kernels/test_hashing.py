@@ -15,7 +15,7 @@ def bits(seed):
     return np.asarray(hashing.hash_bits(jax.random.key(seed), jnp.arange(N)))
 
 
-def test_every_bit_is_set_half_of_the_time_whatever_the_position():
+def test_every_bit_is_set_half_of_the_time():
     x = bits(0)
     for b in range(32):
         share = ((x >> b) & 1).mean()

@@ -32,13 +32,13 @@ def top_k_static(x, k):
 top_k_traced = jax.jit(lambda x, k: bits.unpack_mask(selection.top_k_mask(x, k), len(x)))
 
 
-def test_with_few_entries_that_are_not_zero_only_these_are_searched():
+def test_max_nonzero_limits_the_search():
     rng = np.random.default_rng(0)
     x = np.zeros(5000, np.float32)
     filled = rng.choice(5000, 300, replace=False)
     x[filled] = 2.0 ** rng.integers(-3, 3, 300) * rng.choice([-1, 1], 300)  # ties, as coded values have
     for k in (1, 40, 299, 300, 400):
-        mask = bits.unpack_mask(selection.top_k_mask(jnp.asarray(x), k, filled=320), 5000)
+        mask = bits.unpack_mask(selection.top_k_mask(jnp.asarray(x), k, max_nonzero=320), 5000)
         np.testing.assert_array_equal(mask, numpy_top_k(x, k))
 
 
@@ -86,7 +86,7 @@ def keep_largest(limit, x, mask):
 @pytest.mark.parametrize("kind", ["normal", "ties", "mostly zero"])
 @pytest.mark.parametrize("size", [1025, LARGE])
 @pytest.mark.parametrize("limit", [1 / 40, 0.4])
-def test_of_a_mask_with_more_than_the_limit_the_largest_stay(limit, size, kind):
+def test_keep_largest_of_too_many(limit, size, kind):
     rng = np.random.default_rng(size)
     share = 0.995 if kind == "normal" else 0.5  # nearly all: the bracket then holds with and without the mask
     x, mask, limit = LARGE_CASES[kind](rng, size), rng.random(size) < share, int(limit * size)
@@ -95,7 +95,7 @@ def test_of_a_mask_with_more_than_the_limit_the_largest_stay(limit, size, kind):
     np.testing.assert_array_equal(keep_largest(limit, x, expected), expected)
 
 
-def test_a_mask_within_the_limit_stays_whole_and_a_bracket_that_misses_is_not_used(monkeypatch):
+def test_keep_largest_of_few_keeps_all(monkeypatch):
     x = np.arange(1, LARGE + 1, dtype=np.float32)
     mask = np.arange(LARGE) % 3 > 0
     np.testing.assert_array_equal(keep_largest(LARGE, x, mask), mask)
@@ -125,7 +125,7 @@ def _largest_in_loops(jaxpr, inside=False):
     return found
 
 
-def test_the_search_from_a_sample_does_not_loop_over_the_whole():
+def test_the_sampled_search_does_not_loop_over_all_entries():
     jaxpr = jax.make_jaxpr(lambda x: selection.kth_magnitude(x, 2000))(jnp.zeros(LARGE)).jaxpr
     (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     whole, few = choice.params["branches"]
@@ -137,7 +137,7 @@ def test_the_search_from_a_sample_does_not_loop_over_the_whole():
 
 
 @pytest.mark.parametrize("sizes", [[1], [32, 64], [90, 1, 33, 65], [5, 2000, 31]])
-def test_group_sums_and_maxima_equal_numpy_on_leaves_and_blocks(sizes):
+def test_group_sums_and_maxima_equal_numpy(sizes):
     rng = np.random.default_rng(sum(sizes))
     bucket = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
     leaves = [rng.integers(-9, 10, n).astype(np.float32) for n in sizes]

@@ -44,7 +44,7 @@ G = {"w": jnp.ones(3), "b": jnp.ones(())}
         ({"axis_name": "a", "inner_axis_name": "a"}, ValueError, "must differ.*'a'"),
     ],
 )
-def test_bad_options_of_variance_compress_raise_at_construction(options, error, message):
+def test_bad_options_of_variance_compress_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.variance_compress(**options)
 
@@ -71,7 +71,7 @@ def test_an_unknown_dtype_of_dense_compress_raises():
         gcjax.dense_compress("int8")
 
 
-def test_an_axis_that_is_not_bound_raises_and_names_the_cure():
+def test_an_unbound_axis_raises_with_the_cure():
     tx = gcjax.variance_compress(axis_name="data")
     with pytest.raises(ValueError, match=r"'data'.*not bound.*make_train_step"):
         tx.update(G, tx.init(G))
@@ -113,7 +113,7 @@ def test_state_of_all_workers_at_once_raises():
         tx.update(G, state)
 
 
-def test_an_already_reduced_gradient_raises_and_names_the_helpers():
+def test_a_reduced_gradient_raises_with_the_cure():
     mesh = mesh_of(8)
     tx = gcjax.variance_compress(axis_name="data")
     state = gcjax.place(tx.init(G), mesh)

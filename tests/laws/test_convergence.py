@@ -21,7 +21,7 @@ USUAL = {f"{name}_compress" for name in ("top_k", "variance", "ef_sign", "qsgd",
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in sorted(chains())]
 )
-def test_the_recommended_chain_reaches_the_common_optimum_of_workers_that_disagree(name):
+def test_the_recommended_chain_reaches_the_common_optimum(name):
     distance = distance_after_training(chains()[name]("data", decaying), STEPS * LONGER.get(name, 1))
     if name in STALLS:
         assert distance > 0.1
@@ -29,12 +29,12 @@ def test_the_recommended_chain_reaches_the_common_optimum_of_workers_that_disagr
         assert distance < 0.02
 
 
-def test_entries_that_owners_send_back_reach_the_optimum_too():
+def test_returned_entries_reach_the_optimum():
     # Every worker selects half of the entries, and owners pass on as many in all: most sums come back, many times.
     tx = gcjax.top_k_compress(0.5, transport="reduce_scatter", axis_name="data")
     assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
 
 
-def test_rounding_without_feedback_stalls_away_from_the_optimum():
+def test_rounding_without_feedback_stalls():
     biased = gcjax.variance_compress(alpha=1.5, capacity=160, axis_name="data")
     assert distance_after_training(optax.chain(biased, optax.adam(decaying))) > 0.1

@@ -27,7 +27,7 @@ def test_every_update_comes_out_so_many_steps_later(steps):
         jax.tree.map(np.testing.assert_array_equal, late, expected)
 
 
-def test_it_stands_after_a_compressor_in_a_train_step_and_slows_descent():
+def test_delay_after_a_compressor_slows_descent():
     """On x^2 / 2 with rate 0.9 plain descent shrinks x by 10 a step; a delay of 2 makes the same rate diverge."""
     mesh = mesh_of(4)
 

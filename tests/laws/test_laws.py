@@ -140,7 +140,7 @@ def test_the_update_is_bit_equal_on_all_workers(row):
 
 
 @EVERY_ROW
-def test_the_update_is_typed_as_equal_on_all_workers(row):
+def test_the_update_is_typed_as_replicated(row):
     runner, _, _, updates, _ = ran(row, steps=2)  # compiled with check_vma=True, once more with out_specs=P()
     assert {k: v.shape for k, v in runner.replicated.items()} == SHAPES
     jax.tree.map(lambda once, each: np.testing.assert_array_equal(once, each[0]), runner.replicated, updates[-1])
@@ -148,7 +148,7 @@ def test_the_update_is_typed_as_equal_on_all_workers(row):
 
 @EVERY_ROW
 @pytest.mark.parametrize("workers", [8, full(3)])
-def test_the_compiled_collectives_move_exactly_the_reported_bytes(row, workers):
+def test_wire_bytes_equal_the_compiled_collectives(row, workers):
     runner, gradients, squares, _, infos = ran(row, workers)
     found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])), workers)
     always = sum(c.ring_bytes for c in found if not c.branch)
@@ -174,7 +174,7 @@ def test_the_capacity_follows_the_data(row):
 
 
 @EVERY_ROW
-def test_nothing_wider_than_the_payload_is_on_the_wire(row):
+def test_the_wire_carries_only_the_payload_dtypes(row):
     runner, gradients, squares, _, _ = ran(row, 8, steps=1)
     found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])), 8)
     assert sum(map(_is_gradient_sized, found)) == row.dense_wire
@@ -182,7 +182,7 @@ def test_nothing_wider_than_the_payload_is_on_the_wire(row):
 
 
 @EVERY_ROW
-def test_the_payload_without_padding_is_no_longer_than_what_is_moved(row):
+def test_payload_bits_do_not_exceed_wire_bytes(row):
     for info in ran(row)[4]:
         # A gather moves it 7 times, a sum 2 * 7 / 8 times, a swap 7 / 8 times.
         assert (info.payload_bits > 0).all()
@@ -214,7 +214,7 @@ def test_unknown_extra_arguments_are_ignored(row):
 
 @EVERY_ROW
 @pytest.mark.parametrize("bad", [np.nan, full(np.inf), full(-np.inf)])
-def test_a_non_finite_step_is_visible_everywhere_and_leaves_no_trace(row, bad):
+def test_a_non_finite_step_leaves_no_trace(row, bad):
     gradients, squares = sample_gradients(8, SIZES, 4)
     clean, dirty = runner_of(row), runner_of(row)
     for step, (g, s) in enumerate(zip(gradients, squares, strict=True)):
@@ -231,7 +231,7 @@ def test_a_non_finite_step_is_visible_everywhere_and_leaves_no_trace(row, bad):
 
 
 @EVERY_METHOD
-def test_a_non_finite_or_negative_square_is_treated_like_a_non_finite_gradient(row):
+def test_bad_squares_count_as_non_finite(row):
     if not row.uses_squares:
         pytest.skip("checked, but not used")
     gradients, squares = sample_gradients(8, SIZES, 1)
@@ -285,7 +285,7 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
 
 
 @EVERY_KIND
-def test_a_model_cut_into_several_buckets_in_the_middle_of_leaves_works_alike(row):
+def test_several_buckets_work_like_one(row):
     gradients, squares = sample_gradients(2, SIZES, 3)
     runs = []
     for limit in (1 << 28, 320) if row.bucket_invariant else (320,):

@@ -96,7 +96,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize(
     "method", ["variance", *(pytest.param(name, marks=pytest.mark.full) for name in METHODS if name != "variance")]
 )
-def test_a_loop_in_pmap_and_its_migration_end_with_the_same_bits(method):
+def test_pmap_and_shard_map_end_with_the_same_bits(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
     in_pmap, pmap_state = train_in_pmap(method, stacked(params), stacked(tx.init(params)), data)
     placed = gcjax.place(tx.init(params), mesh_of(WORKERS))
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
     assert (without["first"] != got["first"]).any()  # the state does matter
 
 
-def test_the_states_of_all_devices_outside_of_pmap_are_refused():
+def test_stacked_states_outside_pmap_raise():
     tx = METHODS["top_k"]
     with pytest.raises(ValueError, match="update got the state of 8 workers at once"):
         tx.update(params_of(), stacked(tx.init(params_of())))
@@ -136,7 +136,7 @@ def test_an_axis_of_another_name_is_refused():
         jax.pmap(lambda s, g: tx.update(g, s), axis_name="batch")(stacked(tx.init(params_of())), stacked(params_of()))
 
 
-def test_a_gradient_that_was_local_in_pmap_is_refused_in_shard_map_where_it_is_not():
+def test_a_gradient_summed_by_shard_map_raises():
     tx, params = METHODS["top_k"], params_of()
     state = gcjax.place(tx.init(params), mesh_of(WORKERS))
     specs = gcjax.state_specs(state)

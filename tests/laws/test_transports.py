@@ -33,7 +33,7 @@ def run(workers, transport):
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.full), 8])
-def test_with_room_for_all_sums_both_transports_give_the_same_bits(workers):
+def test_transports_agree_when_all_sums_fit(workers):
     by_gather = run(workers, "all_gather")
     assert by_gather[0].any()
     np.testing.assert_array_equal(by_gather, run(workers, "reduce_scatter"))
@@ -45,7 +45,7 @@ def moved(make, workers, transport):
     return sum(ring_bytes(message, workers) for message in messages)
 
 
-def test_traffic_through_owners_stays_below_three_payloads_for_any_number_of_workers():
+def test_reduce_scatter_moves_less_than_three_payloads():
     payload = 4 * 2048  # bytes: one word an entry
 
     def strom(transport):
@@ -72,7 +72,7 @@ def test_auto_takes_the_transport_that_moves_less(workers, values, expected):
     assert of["all_gather"] != of["reduce_scatter"]
 
 
-def test_one_worker_sends_nothing_whatever_the_transport():
+def test_one_worker_sends_nothing():
     tx = gcjax.top_k_compress(0.1, transport="reduce_scatter")
     g = {"a": jnp.arange(10.0)}
     update, state = tx.update(g, tx.init(g))
@@ -81,7 +81,7 @@ def test_one_worker_sends_nothing_whatever_the_transport():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8, 48])
-def test_every_word_has_one_owner_and_every_owner_oneword_of_each_round(workers):
+def test_every_owner_gets_one_word_per_round(workers):
     rounds = 64
     word = np.asarray(word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
     assert sorted(word.ravel()) == list(range(workers * rounds))
@@ -91,7 +91,7 @@ def test_every_word_has_one_owner_and_every_owner_oneword_of_each_round(workers)
     np.testing.assert_array_equal(dealt_in, np.broadcast_to(np.arange(rounds), word.shape))
 
 
-def test_busy_columns_of_a_matrix_fall_to_all_owners_alike():
+def test_busy_columns_are_spread_over_all_owners():
     workers, rounds = 8, 4096
     turn = quick_bits(np.uint32(0), np.arange(rounds)) % workers
     for period in (1, 2, 8, 32):  # in rounds: every period-th round's first word is busy
@@ -104,7 +104,7 @@ def test_busy_columns_of_a_matrix_fall_to_all_owners_alike():
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "reduce_scatter"])
-def test_a_payload_far_too_small_lets_every_entry_have_its_turn(transport):
+def test_no_entry_starves_in_a_small_payload(transport):
     # 16 owners' rounds of words, all entries selected in every step, 32 slots an owner: a word each.
     tx = gcjax.strom_compress(1.0, capacity=64, transport=transport, axis_name="data")
     params = {"a": np.zeros(1024, np.float32)}
@@ -114,7 +114,7 @@ def test_a_payload_far_too_small_lets_every_entry_have_its_turn(transport):
     assert (sent > 0).all()
 
 
-def test_what_an_owner_does_not_pass_on_waits_in_its_residual_undivided():
+def test_sums_not_passed_on_wait_in_the_owners_residual():
     # Owner 0 gets 32 ones from worker 0 and 32 twos from worker 1, and may pass on 32.
     tx = gcjax.top_k_compress(64 / 128, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(128, np.float32)}, 2)
@@ -128,7 +128,7 @@ def test_what_an_owner_does_not_pass_on_waits_in_its_residual_undivided():
     np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [32**0.5, 0.0], rtol=1e-6)
 
 
-def test_what_comes_back_joins_the_rounding_error_of_the_owners_own_leaf():
+def test_returned_sums_join_the_rounding_error():
     # As above, in the second of two leaves: worker 0 sends 3 as 2, which comes back to it; worker 1 sends 6 as 4.
     tx = gcjax.variance_compress(1e-6, feedback=True, capacity=64, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(32, np.float32), "b": np.zeros(96, np.float32)}, 2)
@@ -148,6 +148,6 @@ def test_an_unknown_transport_is_named():
             make(0.5, transport="x")
 
 
-def test_the_default_capacities_double_up_to_a_sixteenth_in_whole_words():
+def test_default_capacities():
     assert default_capacities(1 << 20) == tuple(1 << k for k in range(10, 17))
     assert default_capacities(1000) == (32, 64)

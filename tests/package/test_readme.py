@@ -10,7 +10,7 @@ import gcjax
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_code_blocks_of_the_readme_run_in_order(capsys):
+def test_code_blocks_run_in_order(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 5
     names = {}
@@ -20,7 +20,7 @@ def test_the_code_blocks_of_the_readme_run_in_order(capsys):
     assert names["sent"].wire_bytes > 0
 
 
-def test_the_table_of_methods_the_exports_and_the_tests_agree():
+def test_exports_readme_and_tests_list_the_same_methods():
     from rows import methods
 
     exported = {name for name in gcjax.__all__ if name.endswith("_compress")}

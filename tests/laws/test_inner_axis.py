@@ -1,0 +1,188 @@
+"""A fast axis inside a slow one, on meshes of eight devices."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from harness import Runner, residuals, sample_gradients, stacked
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from rows import SHAPES, SIZES, methods
+from wire import along, collectives, replica_groups
+
+import gcjax
+
+STEPS = 3
+ROWS = {row.name: row for row in methods()}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+MESHES = {  # shape, axes, the slow ones, the fast ones
+    "2x4": ((2, 4), ("slow", "fast"), ("slow",), ("fast",)),
+    "4x2": ((4, 2), ("slow", "fast"), ("slow",), ("fast",)),
+    "fast, slow, fast": ((2, 2, 2), ("near", "slow", "far"), ("slow",), ("near", "far")),
+}
+EVERY_KIND = [  # gathers of a ladder and of a fixed size, sums, swaps, shared and own draws
+    "variance-paper",
+    "variance-hybrid",
+    "top_k-0.05",
+    "qsgd-4",
+    "onebit",
+    "power_sgd-rank2",
+    "sign_vote",
+    "random_k-entries",
+    "sketch-0.5",
+    "dense-float32",
+]
+RARE = ["random_k-entries", "sketch-0.5", "variance-hybrid", "qsgd-4", "sign_vote", "dense-float32", "variance-float32"]
+PAIRS = [("2x4", name) for name in EVERY_KIND]
+PAIRS += [("4x2", "variance-float32"), ("4x2", "top_k-0.3-owners"), ("fast, slow, fast", "onebit")]
+CASES = [pytest.param(*pair, marks=pytest.mark.full if pair[1] in RARE else ()) for pair in PAIRS]
+
+
+class Nested:
+    """Steps of a row's transform on a mesh with slow and fast axes, one gradient for each of the eight devices."""
+
+    def __init__(self, mesh_name, row, check_vma=True):
+        shape, axes, slow, fast = MESHES[mesh_name]
+        self.mesh = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes))
+        self.slow, self.fast = slow, fast
+        self.workers = int(np.prod([self.mesh.shape[axis] for axis in slow]))
+        self.stripes = 8 // self.workers
+        self.tx = row.make(slow, inner_axis_name=fast)
+        self.start = gcjax.place(self.tx.init(PARAMS), self.mesh)
+        everyone = P(slow + fast)  # workers of one host side by side, as in `inner_means`
+        specs = gcjax.state_specs(self.start)
+        run = jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(specs, everyone, everyone),
+            out_specs=((everyone, P()), specs),
+            check_vma=check_vma,
+        )
+        self.step = jax.jit(run).lower(self.start, *steps_of(8)[0]).compile()
+
+    def _local(self, state, gradients, squares):
+        gradients, squares = jax.tree.map(lambda x: x[0], (gradients, squares))
+        updates, state = self.tx.update(gradients, state, sum_grad_squared=squares)
+        return (jax.tree.map(lambda x: x[None], updates), updates), state
+
+    def run(self, steps):
+        """Every step's updates (workers, ...), the same typed as equal, infos; the last state."""
+        state, everywhere, once, infos = self.start, [], [], []
+        for gradients, squares in steps:
+            (each, one), state = jax.block_until_ready(self.step(state, gradients, squares))
+            everywhere.append(jax.tree.map(np.asarray, each))
+            once.append(jax.tree.map(np.asarray, one))
+            infos.append(gcjax.info(state))
+        return everywhere, once, infos, state
+
+
+@functools.cache
+def nested(mesh_name, row_name):
+    return Nested(mesh_name, ROWS[row_name])
+
+
+@functools.cache
+def steps_of(workers):
+    """Gradients and squares of some steps, arrays (workers, ...)."""
+
+    def tree(per_worker):
+        return {name: x.reshape(-1, *SHAPES[name]) for name, x in stacked(per_worker).items()}
+
+    return [(tree(g), tree(s)) for g, s in zip(*sample_gradients(workers, SIZES, STEPS), strict=True)]
+
+
+def inner_means(steps, workers):
+    """What the slow workers see: the mean over their inner workers; a sample's square counts 1 / size of that."""
+    size = 8 // workers
+
+    def mean(x):
+        return x.reshape(workers, size, *x.shape[1:]).mean(axis=1, dtype=np.float32)
+
+    return [(jax.tree.map(mean, g), jax.tree.map(lambda x: mean(x) / size, s)) for g, s in steps]
+
+
+@pytest.mark.parametrize(("mesh_name", "row_name"), CASES)
+def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name):
+    run, row = nested(mesh_name, row_name), ROWS[row_name]
+    everywhere, once, infos, _ = run.run(steps_of(8))
+    flat = Runner(row.make("data"), PARAMS, run.workers)
+    for (g, s), each, one, info in zip(inner_means(steps_of(8), run.workers), everywhere, once, infos, strict=True):
+        expected = flat.step(g, s)
+        for name in PARAMS:
+            assert (each[name].view(np.uint32) == one[name].view(np.uint32)).all()
+            np.testing.assert_allclose(one[name], expected[name][0], rtol=row.rtol, atol=row.rtol)
+        of_flat = gcjax.info(flat.state)
+        np.testing.assert_array_equal(info.sent, of_flat.sent)
+        np.testing.assert_allclose(info.residual_norm, of_flat.residual_norm, rtol=1e-5)
+        assert of_flat.wire_bytes / run.stripes <= info.wire_bytes < of_flat.wire_bytes / run.stripes + 100
+        assert info.wire_ratio == pytest.approx(of_flat.wire_ratio, rel=0.5)
+
+
+@pytest.mark.parametrize(("mesh_name", "row_name"), [case for case in CASES if ROWS[case.values[1]].conserves])
+def test_nothing_is_lost(mesh_name, row_name):
+    run = nested(mesh_name, row_name)
+    _, once, _, state = run.run(steps_of(8))
+    left = residuals(state, run.workers, SIZES)
+    for leaf, name in enumerate(PARAMS):
+        dense = sum(g[name].mean(axis=0, dtype=np.float64) for g, _ in steps_of(8)).ravel()
+        sent = sum(update[name].astype(np.float64) for update in once).ravel()
+        kept = np.mean([worker[leaf] for worker in left], axis=0, dtype=np.float64)
+        np.testing.assert_allclose(sent + kept, dense, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mesh_name", "row_name"), CASES)
+def test_inner_workers_share_what_moves_along_the_slow_axis(mesh_name, row_name):
+    run, row = nested(mesh_name, row_name), ROWS[row_name]
+    infos = run.run(steps_of(8))[2]
+    text = run.step.as_text()
+    slow = collectives(along(text, run.mesh, run.slow), run.workers)
+    fast = collectives(along(text, run.mesh, run.fast), run.stripes)
+    assert len(slow) + len(fast) == len(collectives(text, 8))  # none runs along both
+    by_branch = {c.branch: 0.0 for c in slow}
+    for c in slow:
+        by_branch[c.branch] += c.ring_bytes
+    always = by_branch.pop("", 0.0)
+    by_capacity = sorted(by_branch.values())
+    for info in infos:
+        on_this_step = by_capacity[row.capacities.index(info.capacity)] if by_capacity else 0.0
+        assert info.wire_bytes == pytest.approx(always + on_this_step, rel=1e-6)
+    large = [c for c in slow if c.kind == "all-reduce" and c.elements >= sum(SIZES) / 2 / run.stripes]
+    assert len(large) == row.dense_wire
+    assert {c.dtype for c in slow} <= row.wire
+
+
+def test_without_checks_of_types_the_updates_are_the_same():
+    expected = nested("2x4", "onebit").run(steps_of(8))[0]
+    got = Nested("2x4", ROWS["onebit"], check_vma=False).run(steps_of(8))[0]
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_an_inner_axis_that_is_not_bound_is_named():
+    tx = gcjax.top_k_compress(0.5, axis_name="data", inner_axis_name="host")
+    state = jax.tree.map(lambda x: np.stack([x] * 2), tx.init(np.zeros(4, np.float32)))
+    with pytest.raises(ValueError, match=r"'host'.*not bound"):
+        jax.pmap(lambda s, g: tx.update(g, s), axis_name="data")(state, np.ones((2, 4), np.float32))
+
+
+def test_nan_on_one_inner_worker_is_skipped_everywhere():
+    run = nested("2x4", "variance-paper")
+    (g, s), *_ = steps_of(8)
+    bad = {name: x.copy() for name, x in g.items()}
+    bad["c"][6, 3] = np.nan
+    everywhere, _, infos, _ = run.run([(bad, s), (g, s)])
+    assert all(np.isnan(leaf).all() for leaf in everywhere[0].values())
+    jax.tree.map(np.testing.assert_array_equal, everywhere[1], run.run([(g, s)])[0][0])
+    assert infos[1].skipped == 1
+
+
+def test_replica_groups_are_read_in_both_of_their_forms():
+    rows, columns = {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})}, {frozenset({i, i + 4}) for i in range(4)}
+    assert replica_groups("replica_groups={{0,1,2,3},{4,5,6,7}}, x={1}") == rows
+    assert replica_groups("replica_groups=[2,4]<=[8], dimensions={0}") == rows
+    assert replica_groups("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}") == columns
+    assert replica_groups("ROOT add = f32[2] add(a, b)") is None
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), (AxisType.Auto,) * 2)
+    text = "replica_groups={{0,4},{1,5},{2,6},{3,7}}\nreplica_groups=[2,4]<=[8]"
+    assert along(text, mesh, ("slow",)) == text.splitlines()[0]
+    assert along(text, mesh, ("fast",)) == text.splitlines()[1]
