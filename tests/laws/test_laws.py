@@ -48,14 +48,13 @@ def _is_gradient_sized(collective):
 
 
 @functools.cache
-def _compiled(name, workers, mode):
-    row = next(row for row in METHODS if row.name == name)
+def _compiled(row, workers, mode):
     return Runner(row.make(axes_of(mode)), PARAMS, workers, mode)
 
 
 def runner_of(row, workers=8, mode="shard_map"):
     """A runner with fresh state; the compiled step is shared by all laws."""
-    return _compiled(row.name, workers, mode).restart()
+    return _compiled(row, workers, mode).restart()
 
 
 def inputs(per_worker):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import Runner
+from harness import Runner, residuals
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from rows import methods
