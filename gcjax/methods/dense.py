@@ -1,7 +1,7 @@
 """No compression: the dense mean, on the same path as every method, as the baseline.
 
-**Wire format.** float32: one all-reduce of the bucket. bfloat16 and float16: the values' bits as uint16 from every
-worker to every other, summed in float32 by the receivers; 16-bit all-reduces are widened to 32 bits by some backends.
+**Wire format.** float32: one all-reduce of the bucket. bfloat16 and float16: an all-gather of the values' bits as
+uint16, which every worker sums in float32. (Some backends widen 16-bit all-reduces to 32 bits.)
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._types import Array
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice
 from gcjax.extend import Bucket, Compressor, compress, dense_report, gather_mean
 
@@ -20,7 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseState:
-    """Nothing is kept. bucket: where the leaves lie, static."""
+    """Nothing is kept.
+
+    Attributes:
+      bucket: where the leaves lie. Static.
+    """
 
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
@@ -30,13 +34,18 @@ class DenseState:
         return jnp.zeros(self.bucket.size)
 
 
-def dense_compress(dtype="float32", *, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
-    """The mean of the workers' gradients, sent whole: 4 or 2 bytes a parameter.
+def dense_compress(
+    dtype: str | jax.typing.DTypeLike = "float32", *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
+    """The mean of the workers' gradients, sent whole: 4 or 2 bytes per parameter.
 
     Args:
-      dtype: "float32", "bfloat16" or "float16" on the wire (dtypes are accepted too). float16 turns magnitudes above
+      dtype: dtype on the wire: "float32", "bfloat16" or "float16", or such a dtype. float16 turns magnitudes above
         65,504 into infinities.
       axis_name, inner_axis_name: as in `gcjax.compress`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for another dtype.
@@ -63,10 +72,7 @@ def dense_compress(dtype="float32", *, axis_name=None, inner_axis_name=None) -> 
             sent = jax.lax.bitcast_convert_type(gradient.astype(name), jnp.uint16)
             mean = gather_mean(sent, widen, state.bucket.size, comm, all_finite)
         entries = state.bucket.entries
-        return (
-            jnp.where(all_finite, mean, jnp.nan),
-            state,
-            dense_report(entries, entries * (32 if name == "float32" else 16)),
-        )
+        report = dense_report(entries, entries * (32 if name == "float32" else 16))
+        return jnp.where(all_finite, mean, jnp.nan), state, report
 
     return compress(Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

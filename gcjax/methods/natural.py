@@ -18,7 +18,7 @@ import optax
 from gcjax._kernels.bits import TINY
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_random_key
-from gcjax.extend import Bucket, bits_float, compress, float_bits, gather_codec, hash_bits, pack_planes, unpack_planes
+from gcjax.extend import bits_float, compress, float_bits, gather_codec, hash_bits, pack_planes, unpack_planes
 
 BITS = 9
 _MANTISSA = 23
@@ -64,18 +64,17 @@ def natural_compress(
     [ 4.   -0.25  0.  ] True
     """
     check_random_key("key", key)
-    codec = gather_codec(_encode, _decode, feedback=False, key=key)
+
+    def encode(x, bucket, key):
+        x = jnp.where(jnp.abs(x) < TINY, 0, x)
+        # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
+        draw = hash_bits(key, jnp.arange(bucket.size)) >> (32 - _MANTISSA)
+        code = (float_bits(x) + draw) >> _MANTISSA
+        code = code - ((code & 0xFF) > _TOP)
+        return pack_planes(code, BITS), BITS * bucket.entries
+
+    def decode(payload, bucket):
+        return bits_float(unpack_planes(payload, BITS, bucket.size) << _MANTISSA)
+
+    codec = gather_codec(encode, decode, feedback=False, key=key)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
-
-
-def _encode(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, int]:
-    x = jnp.where(jnp.abs(x) < TINY, 0, x)
-    # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
-    draw = hash_bits(key, jnp.arange(bucket.size)) >> (32 - _MANTISSA)
-    code = (float_bits(x) + draw) >> _MANTISSA
-    code = code - ((code & 0xFF) > _TOP)
-    return pack_planes(code, BITS), BITS * bucket.entries
-
-
-def _decode(payload: Array, bucket: Bucket) -> Array:
-    return bits_float(unpack_planes(payload, BITS, bucket.size) << _MANTISSA)

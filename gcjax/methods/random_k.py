@@ -1,23 +1,24 @@
-"""Random-k: the same random entries from every worker, so that values add up on the way and no index is sent.
+"""Random-k: every worker sends the same random entries, so that an all-reduce adds the values and no index is sent.
 
 **Source.** Sebastian Stich, Jean-Baptiste Cordonnier, Martin Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv
 1809.07599 (rand-k with memory); Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: Practical Low-Rank
 Gradient Compression for Distributed Optimization", NeurIPS 2019, arXiv 1905.13727 (random block).
 
-**Wire format.** One float32 all-reduce per bucket of the drawn entries' values, in the order of the draw; and one int32
-all-reduce, the largest number of steps done, from which the draw comes.
+**Wire format.** Per bucket one float32 all-reduce of the drawn entries' values, in the order of the draw; and one int32
+all-reduce (maximum) of the number of steps done, which seeds the draw.
 
-**Deviations.** (1) Not every subset can be drawn: the d entries, turned by a random amount, are cut into k stretches
-whose lengths differ by one at most, and each gives one entry. Every entry comes with probability k/d, without
-replacement, which is all that the bounds below need; neighbours come together less often than in a uniform subset. That
-takes k hashes and no permutation of d. (2) d and k count the bucket as it lies in memory, leaves padded to multiples of
-32 entries. (3) PowerSGD's block is one stretch of k entries; here blocks lie at multiples of their size and any number
-of them is drawn.
+**Deviations.** (1) Not every subset can be drawn: the d entries are rotated by a random amount and divided into k
+stretches whose lengths differ by at most one, and one entry is drawn from each. Every entry is drawn with probability
+k/d, without replacement, which is all that the bounds below need. Neighbours are drawn together less often than in a
+uniform subset. This needs k hashes and no permutation of d. (2) d and k count the entries of the flat bucket, in which
+leaves are padded to multiples of 32. (3) PowerSGD's block is one run of k entries; here blocks start at multiples of
+their size, and any number of them is drawn.
 """
 
 import jax.numpy as jnp
 import optax
 
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_number, check_random_key
 from gcjax.extend import (
     Bucket,
@@ -32,9 +33,15 @@ from gcjax.extend import (
 
 
 def random_k_compress(
-    density, *, key, block: int = 1, feedback: bool = True, axis_name=None, inner_axis_name=None
+    density: float,
+    *,
+    key: Array,
+    block: int = 1,
+    feedback: bool = True,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends k random entries of gradient plus residual, the same on all workers, as values alone.
+    r"""Sends k random entries of gradient plus residual, the same on all workers, as values without indices.
 
     .. math::
         a = g + e, \qquad y_i = a_i \;\text{for } i \in S,\; 0 \text{ elsewhere}, \qquad e \leftarrow a - y
@@ -42,19 +49,19 @@ def random_k_compress(
     with S the k entries drawn for this step, k = max(1, floor(density * d)); the update is the mean over workers of y.
     Without `feedback` nothing is kept and :math:`y_i = (d / k)\, g_i`, which is unbiased.
 
-    The all-reduce does not grow with the number of workers, unlike the all-gather of methods whose workers choose for
-    themselves; at equal k they reach a better accuracy. With `feedback` an entry waits for d/k steps in the mean, and
-    then comes whole: lower the learning rate by about as much, or the steps overshoot.
+    The all-reduce does not grow with the number of workers, unlike the all-gather of methods in which each worker
+    selects its own entries; those reach a better accuracy at equal k. With `feedback` an entry waits d/k steps on
+    average and then sends the sum: divide the learning rate by about d/k, or the steps overshoot.
 
-    Costs a float32 per parameter in state with `feedback`, nothing without; 32 bits per sent entry on the wire.
-    Momentum, weight decay and learning rate come after it, clipping may stand before it:
+    State: a float32 per parameter with `feedback`, none without. Wire: 32 bits per sent entry. Momentum, weight decay
+    and learning rate come after it, clipping may come before it:
     `optax.chain(gcjax.random_k_compress(0.1, key=jax.random.key(0)), optax.sgd(0.01))`.
 
     Args:
       density: share of the entries to send, in (0, 1].
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      block: entries in a block. Blocks are drawn in place of entries, at least one, which is faster on most devices.
-      feedback: keep what is not sent in a residual; if not, scale what is sent by d/k.
+      block: entries per block. Blocks are drawn instead of entries, at least one, which is faster on most devices.
+      feedback: keep what is not sent in a residual; without it, what is sent is scaled by d/k.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -64,10 +71,10 @@ def random_k_compress(
       ValueError: for a density or block out of range.
       TypeError: for a missing key, or an argument of another type.
 
-    **Randomness**: from `key`, shared: all workers draw the same entries, other ones in each step. **Bias**: with
-    `feedback` entries are delayed, nothing is lost, and :math:`E \|a - y\|^2 = (1 - k/d) \|a\|^2`; without, the update
-    is unbiased, with :math:`E \|y - g\|^2 = (d/k - 1) \|g\|^2`, and overflows where g does times d/k. **Non-finite
-    input**: the update is NaN on all workers and every worker's state stays as it was.
+    **Randomness**: from `key`, shared: all workers draw the same entries, and new ones in each step. **Bias**: with
+    `feedback` entries are delayed, nothing is lost, and :math:`E \|a - y\|^2 = (1 - k/d) \|a\|^2`. Without it the
+    update is unbiased, with :math:`E \|y - g\|^2 = (d/k - 1) \|g\|^2`, and overflows where g times d/k does.
+    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.random_k_compress(density=0.5, key=jax.random.key(0), block=2)
@@ -87,17 +94,17 @@ def random_k_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        # In a skipped step x is the old error, so that nothing else needs it and XLA can work in its buffer.
+        # In a skipped step x is the old error. Nothing else then needs the old error, so XLA can reuse its buffer.
         x = jnp.where(all_finite, state.error + gradient, state.error) if feedback else gradient
         blocks = -(-bucket.size // block)
         count = count_for_density(density, blocks)
-        step = comm.max(state.step)  # the same on all workers, but known as such only so
+        step = comm.max(state.step)  # equal on all workers already; this makes it typed as equal
         drawn = _draw(step_key(key, step, bucket), count, blocks)
         within = jnp.arange(min(block, bucket.size), dtype=jnp.int32)
         entry = (drawn[:, None] * block + within).reshape(-1)
-        own = x.at[entry].get(mode="fill", fill_value=0)  # the last block may reach beyond the end
+        own = x.at[entry].get(mode="fill", fill_value=0)  # the last block may extend past the end
         values = comm.mean(own if feedback else own * (blocks / count))
-        # The fill value depends on the values: then the zeros come after the last use of the gradient, in its buffer.
+        # The fill value depends on the values, so that XLA can write the zeros into the gradient's buffer.
         fill = jnp.where(all_finite & ~jnp.isnan(values[0]), 0.0, jnp.nan)
         mean = jnp.full(bucket.size, fill).at[entry].add(values, mode="drop", unique_indices=True)
         error = (
@@ -110,19 +117,19 @@ def random_k_compress(
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _draw(key, count: int, total: int):
-    """int32[count] distinct numbers below `total`, each of which is among them with probability count / total."""
+def _draw(key: Array, count: int, total: int) -> Array:
+    """int32[count] distinct numbers below `total`, each of them drawn with probability count / total."""
     stretch, longer = divmod(total, count)  # the first `longer` stretches have one more
     slot = jnp.arange(count, dtype=jnp.int32)
     length = (stretch + (slot < longer)).astype(jnp.uint32)
     begin = slot * stretch + jnp.minimum(slot, longer)
     place = (hash_bits(key, slot) % length).astype(jnp.int32)
-    turn = _remainder(hash_bits(key, count + jnp.arange(2)), total)
-    return (begin + place + turn) % total
+    rotation = _remainder(hash_bits(key, count + jnp.arange(2)), total)
+    return (begin + place + rotation) % total
 
 
-def _remainder(words, divisor: int):
-    """(words[0] * 2**32 + words[1]) % divisor, for a divisor up to 2**28. With 64 bits no remainder is favoured."""
+def _remainder(words: Array, divisor: int) -> Array:
+    """(words[0] * 2**32 + words[1]) % divisor, for a divisor up to 2**28. With 64 bits the bias is negligible."""
     rest = jnp.uint32(0)
     for word in words:
         for shift in range(28, -4, -4):

@@ -1,17 +1,17 @@
-"""Majority vote of signs, one bit an entry each way: signSGD, and Signum, which votes on each worker's momentum.
+"""Majority vote of signs, one bit per entry each way: signSGD, and Signum, which votes with each worker's momentum.
 
 **Source.** Jeremy Bernstein, Yu-Xiang Wang, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD: Compressed Optimisation
 for Non-Convex Problems", ICML 2018, arXiv 1802.04434; Jeremy Bernstein, Jiawei Zhao, Kamyar Azizzadenesheli, Anima
 Anandkumar, "signSGD with Majority Vote is Communication Efficient And Fault Tolerant", ICLR 2019, arXiv 1810.05291,
 algorithm 1.
 
-**Wire format.** Per worker and bucket, first a uint32 vector to every worker: its share of the mask words of the signs,
-1 for negative, entry i in bit i % 32 of word i // 32; worker w counts the votes for the w-th share. Then, from every
-worker to all, the majority for its share in the same form.
+**Wire format.** Per bucket, first an all-to-all: every worker sends every other one its share of the mask words of the
+signs (uint32; 1 for negative, entry i in bit i % 32 of word i // 32), and worker w counts the votes for the w-th share.
+Then an all-gather of the majorities in the same form.
 
-**Deviations.** The workers share the paper's server among them, so that none sends or receives more than two bits an
-entry, however many they are. A bit has no third value: a zero is sent as plus, and a tie is plus, where the paper's
-sign(0) is 0. The learning rate and the decoupled weight decay stand after the vote in the chain.
+**Deviations.** The workers share the work of the paper's server, so that none sends or receives more than two bits per
+entry, however many there are. A bit has no third value: a zero is sent as plus and a tie is plus, where the paper's
+sign(0) is 0. The learning rate and the decoupled weight decay come after the vote in the chain.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._types import Array
+from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_number
-from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report, pack_mask, unpack_mask
+from gcjax.extend import Bucket, Comm, Compressor, SendReport, compress, dense_report, pack_mask, unpack_mask
 
 _UNROLLED = 16  # votes added in one pass
 
@@ -30,13 +30,17 @@ _UNROLLED = 16  # votes added in one pass
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VoteState:
-    """Nothing is kept. bucket: where the leaves lie, static."""
+    """Nothing is kept.
+
+    Attributes:
+      bucket: where the leaves lie. Static.
+    """
 
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: what a vote does not carry is given up."""
+        """float32[n], zero: what a vote does not send is dropped."""
         return jnp.zeros(self.bucket.size)
 
 
@@ -45,7 +49,9 @@ class VoteState:
 class SignumState:
     """State of one worker and bucket of n entries.
 
-    momentum: float32[n], m, this worker's own.  bucket: where the leaves lie, static.
+    Attributes:
+      momentum: float32[n], m, this worker's own.
+      bucket: where the leaves lie. Static.
     """
 
     momentum: Array
@@ -53,22 +59,24 @@ class SignumState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: the momentum does not wait to be sent, and what a vote does not carry is given up."""
+        """float32[n], zero: the momentum does not wait to be sent, and what a vote does not send is dropped."""
         return jnp.zeros(self.bucket.size)
 
 
-def sign_vote_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+def sign_vote_compress(
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
     r"""Every worker votes on the sign of each entry; the update is the sign with most votes.
 
     .. math::
         V = \sum_w \mathrm{sign}(g_w), \qquad \text{update} = \mathrm{sign}(V) \in \{-1, +1\}
 
-    A zero votes plus, and a tie is plus. An entry whose gradient is always zero therefore moves by a learning rate a
-    step: keep parameters that few batches touch, such as rows of embeddings, out of it with `optax.partition`.
+    A zero votes plus, and a tie is plus. An entry whose gradient is always zero therefore moves by the learning rate in
+    every step: exclude parameters that few batches use, such as rows of embeddings, with `optax.partition`.
 
-    Costs no state; 1 bit per parameter each way, whatever the number of workers. Every entry moves by exactly the
-    learning rate, which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) took 5e-5 for images
-    and 1e-5 for language where SGD had 0.1 and 1.25. Learning rate and weight decay come after it:
+    State: none. Wire: 1 bit per parameter each way, for any number of workers. Every entry moves by exactly the
+    learning rate, which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) used 5e-5 for images
+    and 1e-5 for language, and 0.1 and 1.25 for SGD. Learning rate and weight decay come after it:
     `optax.chain(gcjax.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping has no effect.
 
     Args:
@@ -77,10 +85,10 @@ def sign_vote_compress(*, axis_name=None, inner_axis_name=None) -> optax.Gradien
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
-    **Randomness**: none. **Bias**: biased, and nothing makes up for it: where the workers disagree it ends at the
-    entrywise median of what they want, where gradients are noisy and skewed it may not descend at all;
-    `gcjax.ef_sign_compress` does. A minority of workers, whatever it sends, cannot turn entries on which the others
-    agree. **Non-finite input**: the update is NaN on all workers.
+    **Randomness**: none. **Bias**: biased, and nothing corrects it: where workers disagree, training ends at the
+    entrywise median of their optima; with noisy and skewed gradients it may not descend at all.
+    `gcjax.ef_sign_compress` corrects the bias. A minority of workers, whatever it sends, cannot change entries on which
+    the others agree. **Non-finite input**: the update is NaN on all workers.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.sign_vote_compress()
@@ -96,16 +104,18 @@ def sign_vote_compress(*, axis_name=None, inner_axis_name=None) -> optax.Gradien
     return compress(Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def signum_compress(momentum=0.9, *, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
+def signum_compress(
+    momentum: ArrayLike = 0.9, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
     r"""Every worker votes with the sign of its own momentum; the update is the sign with most votes.
 
     .. math::
         m_w \leftarrow \beta m_w + (1 - \beta) g_w, \qquad \text{update} = \mathrm{sign} \sum_w \mathrm{sign}(m_w)
 
-    Costs a float32 per parameter in state; 1 bit per parameter each way, whatever the number of workers. Zeros, ties
-    and the small learning rate are as in `gcjax.sign_vote_compress`, which this is with a momentum of 0. The momentum
-    stands before the vote, so use none after it: `optax.chain(gcjax.signum_compress(0.9),
-    optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
+    State: a float32 per parameter. Wire: 1 bit per parameter each way, for any number of workers. Zeros, ties and the
+    small learning rate are as in `gcjax.sign_vote_compress`, which is the same as a momentum of 0. The momentum comes
+    before the vote, so use none after it: `optax.chain(gcjax.signum_compress(0.9), optax.add_decayed_weights(1e-4),
+    optax.sgd(1e-4))`.
 
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
@@ -140,12 +150,12 @@ def signum_compress(momentum=0.9, *, axis_name=None, inner_axis_name=None) -> op
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _report(bucket: Bucket):
+def _report(bucket: Bucket) -> SendReport:
     return dense_report(bucket.entries, bucket.entries)
 
 
-def _vote(x, comm: Comm, all_finite) -> Array:
-    """The sign, +1 or -1, that most workers' entries have: float32[n], NaN unless `all_finite`."""
+def _vote(x: Array, comm: Comm, all_finite: Array) -> Array:
+    """The sign, +1 or -1, of each entry on most workers: float32[n], NaN unless `all_finite`."""
     words = pack_mask(x < 0)
     share = -(-len(words) // comm.size)
     shares = jnp.pad(words, (0, share * comm.size - len(words))).reshape(comm.size, share)
@@ -153,16 +163,16 @@ def _vote(x, comm: Comm, all_finite) -> Array:
     return jnp.where(all_finite, jnp.where(unpack_mask(voted, len(x)), -1.0, 1.0), jnp.nan)
 
 
-def _majority(votes) -> Array:
-    """uint32[p, m] -> uint32[m], in each bit whether more than half of the p words have it set.
+def _majority(votes: Array) -> Array:
+    """uint32[p, m] -> uint32[m]: a bit is set where more than half of the p words have it set.
 
-    The counts of all 32 bits of a word are kept at once, bit k of each in one word; they begin so far below a power of
-    two that they reach it with the vote that makes a majority.
+    Word k holds bit k of the counts of all 32 bits. Counts start so far below a power of two that the vote that makes a
+    majority takes them to it.
     """
     workers = len(votes)
     top = (workers // 2).bit_length()
     start = (1 << top) - (workers // 2 + 1)
-    zero = votes[0] & 0  # of the votes' type: a scan's carry must keep it
+    zero = votes[0] & 0  # typed as varying like the votes, because the carry of a scan must keep its type
     planes = tuple(~zero if start >> k & 1 else zero for k in range(top + 1))
 
     def add(planes, carry):

@@ -1,24 +1,25 @@
-"""TernGrad: every entry as -1, 0 or +1 times one scale a leaf, drawn without bias.
+"""TernGrad: every entry becomes -1, 0 or +1 times one scale per leaf, drawn without bias.
 
 **Source.** Wei Wen, Cong Xu, Feng Yan, Chunpeng Wu, Yandan Wang, Yiran Chen, Hai Li, "TernGrad: Ternary Gradients to
 Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv 1705.07878, algorithm 1 with layer-wise
 ternarising, gradient clipping and scaler sharing.
 
-**Wire format.** aggregate="sum": one float32 for each leaf, of which the workers take the maximum; then a uint32 vector
-that they add up, in which entry i is a field of 2, 4, 8 or 16 bits (32 / field entries a word, the first one lowest)
-holding 0, 1 or 2 for -1, 0 and +1; the field is wide enough for the sum over all workers (2, 4 and 8 bits for up to 1,
-7 and 127). aggregate="gather": one uint32 vector per worker: a float32 scale for each leaf; then two packed masks, one
-bit an entry each, entry i in bit i % 32 of word i // 32: the first 1 for not zero, the second 1 for -1.
+**Wire format.** aggregate="sum": an all-reduce (maximum) of one float32 per leaf; then an all-reduce (sum) of a uint32
+vector in which each entry is a field of 2, 4, 8 or 16 bits (32 / field entries per word, the first one lowest) that
+holds 0, 1 or 2 for -1, 0 and +1. The field is wide enough for the sum over all workers: 2, 4 and 8 bits for up to 1, 7
+and 127 workers. aggregate="gather": one uint32 vector per worker: a float32 scale for each leaf; then two packed masks
+with one bit per entry, entry i in bit i % 32 of word i // 32. The first mask has 1 for nonzero, the second 1 for -1.
 
-**Deviations.** The standard deviation by which the clipping goes is taken about zero, not about the leaf's mean: the
-paper takes the mean to be zero, and a leaf of one entry, or of equal ones, would be clipped to nothing. There is no
-parameter server: with "sum", what comes back is the sum itself; with "gather", every worker decodes all messages.
+**Deviations.** The standard deviation for the clipping is taken about zero, not about the leaf's mean: the paper
+assumes a mean of zero, and a leaf with one entry, or with equal entries, would be clipped to zero. There is no
+parameter server: with "sum" the workers receive the sum itself; with "gather" every worker decodes all messages.
 """
 
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import pack_planes_of
+from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_number, check_random_key
 from gcjax.extend import (
     Bucket,
@@ -40,7 +41,12 @@ from gcjax.extend import (
 
 
 def terngrad_compress(
-    clip=2.5, *, aggregate="sum", key, axis_name=None, inner_axis_name=None
+    clip: ArrayLike | None = 2.5,
+    *,
+    aggregate: str = "sum",
+    key: Array,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends every entry as -1, 0 or +1, relative to the largest of its leaf after clipping.
 
@@ -50,14 +56,14 @@ def terngrad_compress(
 
     for each leaf, with :math:`\sigma^2` the mean of its squares, and the update is the mean over workers of s t. With
     aggregate="sum", s is the largest of all workers (the paper's scaler sharing). The variance of an entry is
-    :math:`s |g'_i| - g'^2_i`: it grows with the largest entry, which is what the clipping is for.
+    :math:`s |g'_i| - g'^2_i`. It grows with the largest entry, hence the clipping.
 
-    Keeps nothing. On the wire, with p workers, "sum" costs 2, 4, 8 or 16 bits per parameter (for p up to 1, 7, 127,
-    32767) in an all-reduce, "gather" 2 bits in an all-gather, and both 32 per leaf; for p below 4 "gather" moves less,
-    above 8 "sum". Momentum, weight decay and learning rate come after it; it clips by itself:
-    `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors leave the last layer out
-    (`optax.partition`). The mean of clipped gradients is zero elsewhere than the mean of the gradients: to reach the
-    optimum of workers that disagree, use clip=None and pay for it in variance.
+    State: none. Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per parameter (for p up to 1, 7, 127,
+    32767), "gather" all-gathers 2 bits, and both send 32 bits per leaf. "gather" moves less for p below 4, "sum" for p
+    above 8. Momentum, weight decay and learning rate come after it, and no clipping is needed before it:
+    `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors leave out the last layer
+    (`optax.partition`). Where workers disagree, clipping moves the point at which the mean gradient is zero; to reach
+    the common optimum use clip=None, at the price of more variance.
 
     Args:
       clip: c, above 0; None for no clipping.
@@ -69,9 +75,10 @@ def terngrad_compress(
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      TypeError, ValueError: for an argument out of range.
+      ValueError: for an argument out of range.
+      TypeError: for an argument of the wrong type.
 
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none but by the clipping.
+    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none except from clipping.
     **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -85,12 +92,12 @@ def terngrad_compress(
         check_number("clip", clip, 0.0)
     check_choice("aggregate", aggregate, ("sum", "gather"))
     check_random_key("key", key)
-    compressor = _shared(clip, key) if aggregate == "sum" else _own(clip, key)
+    compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key)
     return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _shared(clip, key) -> Compressor:
-    """All workers with the largest scale among them, so that what they draw adds up."""
+def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
+    """All workers use the largest scale of any, so that their codes can be added."""
 
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(1), jnp.int32(0), bucket)
@@ -113,21 +120,21 @@ def _shared(clip, key) -> Compressor:
     return Compressor(init, update)
 
 
-def _own(clip, key) -> Compressor:
-    """Every worker with its own scale."""
+def _gathered(clip: ArrayLike | None, key: Array) -> Compressor:
+    """Every worker uses its own scale."""
 
     def code(x, scale, draw):
-        taken = draw < jnp.abs(x) / scale  # always, where the magnitude is clipped to the scale
+        taken = draw < jnp.abs(x) / scale  # a clipped entry has at least the scale: always taken
         return jnp.where(taken, jnp.where(x < 0, jnp.uint32(3), 1), 0)
 
-    def encode(x, bucket: Bucket, key):
+    def encode(x, bucket, key):
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
         unit = jnp.broadcast_to(groups.per_entry(_not_zero(scale)), x.shape)
         planes = pack_planes_of(code, 2, x, unit, uniform(key, bucket.size))
         return jnp.concatenate([float_bits(scale), planes]), 2 * bucket.entries + 32 * len(groups)
 
-    def decode(payload, bucket: Bucket):
+    def decode(payload, bucket):
         groups = leaf_groups(bucket)
         code = unpack_planes(payload[len(groups) :], 2, bucket.size)
         scale = groups.per_entry(bits_float(payload[: len(groups)]))
@@ -136,18 +143,18 @@ def _own(clip, key) -> Compressor:
     return gather_codec(encode, decode, feedback=False, key=key)
 
 
-def _largest_clipped(x, groups: Groups, clip):
-    """Each leaf's largest magnitude after clipping, float32[leaves]: clipping at it is the clipping."""
+def _largest_clipped(x: Array, groups: Groups, clip: ArrayLike | None) -> Array:
+    """Each leaf's largest magnitude after clipping, float32[leaves]. To clip is to limit magnitudes to it."""
     (largest,) = groups.maxima(jnp.abs(x))
     if clip is None:
         return largest
     return jnp.minimum(largest, clip * groups.norms(x, largest) / jnp.sqrt(groups.counts()))
 
 
-def _not_zero(scale):
+def _not_zero(scale: Array) -> Array:
     return jnp.where(scale > 0, scale, 1)
 
 
 def field_bits(workers: int) -> int:
-    """Bits in which the codes, at most 2, of all workers add up without a carry."""
+    """Bits that hold the sum of all workers' codes, at most 2 each, without a carry."""
     return next(bits for bits in (2, 4, 8, 16, 32) if 2 * workers < 2**bits)

@@ -1,7 +1,10 @@
-"""Rows and oracle of dense_compress."""
+"""dense_compress: rounding and overflow of 16-bit values."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from oracle import F
 from rows import Row
 
@@ -9,7 +12,7 @@ import gcjax
 
 
 class DenseOracle:
-    """The plain mean. Sums of three and more workers may round in another order: compare with a tolerance."""
+    """The plain mean. Sums over three or more workers may round in another order, so compare with a tolerance."""
 
     def __init__(self, workers, sizes, dtype="float32"):
         self.sizes, self.workers = sizes, workers
@@ -29,19 +32,19 @@ def row(dtype):
     def make_oracle(workers, sizes):
         return DenseOracle(workers, sizes, dtype)
 
-    whole = dtype == "float32"
+    exact = dtype == "float32"
     return Row(
         f"dense-{dtype}",
         "dense_compress",
         make,
         make_oracle,
-        conserves=whole,
+        conserves=exact,
         rtol=1e-6,
         bucket_invariant=True,
-        wire=frozenset({"s32", "f32"} if whole else {"s32", "u16"}),
-        dense_wire=whole,
+        wire=frozenset({"s32", "f32"} if exact else {"s32", "u16"}),
+        dense_wire=exact,
         infinite_at=65504.0 if dtype == "float16" else float("inf"),
-        rare=not whole,
+        rare=not exact,
     )
 
 
@@ -53,3 +56,12 @@ def chain(axis_name, learning_rate):
 
 
 CHAINS = {"dense_compress": chain}
+
+
+@pytest.mark.parametrize(("dtype", "at_1e5"), [("float16", np.inf), (jnp.bfloat16, 99840.0)])
+def test_16_bit_values_are_rounded_to_nearest(dtype, at_1e5):
+    g = jnp.array([1 + 2.0**-12, -0.1, 1e5])
+    tx = gcjax.dense_compress(dtype)
+    update, _ = jax.jit(tx.update)(g, tx.init(g))
+    np.testing.assert_array_equal(update, g.astype(dtype).astype(jnp.float32))
+    assert update[2] == at_1e5

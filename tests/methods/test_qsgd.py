@@ -1,4 +1,4 @@
-"""QSGD's own claims: levels and words by hand, no bias, the variance bound, Elias code lengths."""
+"""qsgd_compress: levels and words by hand, no bias, the variance bound, Elias code lengths."""
 
 import jax
 import jax.numpy as jnp
@@ -73,14 +73,14 @@ def normal(size, seed=0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
-def test_levels_signs_and_norms_stand_where_the_wire_format_says():
+def test_words_by_hand():
     g = {"a": np.zeros(40, np.float32), "b": np.array([0.0, 7.0], np.float32)}
     g["a"][[0, 1, 3, 31]] = 3.0, -1.0, 2.0, -3.0
     g["a"][[33, 39]] = -6.0, 4.0
     (words,), _ = messages(gcjax.qsgd_compress(3, 32, key=KEY), g)
     assert words[:3].view(np.float32).tolist() == [3.0, 6.0, 7.0]  # entries 0 to 31 and 32 to 39 of a, then b
     low, high, sign = words[3:].reshape(3, 32).tolist()
-    # Levels of thirds: 3, 1, 2, 3 in the first bucket, 3 and 2 in the second, 3 in that of b, which begins at entry 64.
+    # In thirds: 3, 1, 2, 3 in the first block, 3 and 2 in the second, 3 in that of b, which begins at entry 64.
     assert low[:3] == [1 << 0 | 1 << 1 | 1 << 31, 1 << 1, 1 << 1]
     assert high[:3] == [1 << 0 | 1 << 3 | 1 << 31, 1 << 1 | 1 << 7, 1 << 1]
     assert sign[:3] == [1 << 1 | 1 << 31, 1 << 1, 0]
@@ -91,7 +91,7 @@ def test_levels_signs_and_norms_stand_where_the_wire_format_says():
 def test_the_mean_of_many_draws_is_the_gradient(bits, norm):
     g = np.concatenate([normal(64), [0.0, 2.0, 1e-3]]).astype(np.float32)
     got = draws(gcjax.qsgd_compress(bits, 32, norm=norm, key=KEY), g, 4000)
-    # Never more than one step between levels apart: an entry's standard error is at most half of it over sqrt(4000).
+    # A draw is one of two neighbouring levels: its standard deviation is at most half the gap between them.
     scale = np.array([np.abs(b).max() if norm == "max" else np.linalg.norm(b) for b in np.split(g, [32, 64])])
     gap = scale * (2 if bits == 1 else 1 / (2 ** (bits - 1) - 1))
     error = np.abs(got.mean(0) - g) / np.repeat(gap / 2 / 4000**0.5, [32, 32, 3])
@@ -99,10 +99,11 @@ def test_the_mean_of_many_draws_is_the_gradient(bits, norm):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_variance_and_the_number_of_non_zeros_are_within_the_papers_bounds_for_the_2_norm(bits):
+def test_l2_variance_and_nonzeros_meet_the_papers_bounds(bits):
     d, s = 256, 2 ** (bits - 1) - 1
-    for x in (normal(d), np.full(d, 0.5, np.float32), normal(d) ** 3):
-        got = draws(gcjax.qsgd_compress(bits, d, norm="l2", key=KEY), x, 400)
+    xs = normal(d), np.full(d, 0.5, np.float32), normal(d) ** 3
+    sent = draws(gcjax.qsgd_compress(bits, d, norm="l2", key=KEY), np.concatenate(xs), 400)
+    for x, got in zip(xs, np.split(sent, 3, axis=1), strict=True):  # a block each
         square = (x.astype(np.float64) ** 2).sum()
         position = s * np.abs(x) / square**0.5
         expected = (np.modf(position)[0] * (1 - np.modf(position)[0])).sum() * square / s**2
@@ -113,7 +114,7 @@ def test_the_variance_and_the_number_of_non_zeros_are_within_the_papers_bounds_f
 
 
 @pytest.mark.parametrize(("bits", "norm"), SETTINGS)
-def test_a_bucket_of_zeros_stays_zero_beside_others(bits, norm):
+def test_a_block_of_zeros_stays_zero(bits, norm):
     g = np.concatenate([np.zeros(32), np.ones(32), np.zeros(7)]).astype(np.float32)
     (update,) = draws(gcjax.qsgd_compress(bits, 32, norm=norm, key=KEY), g, 1)
     assert not update[:32].any()
@@ -121,22 +122,22 @@ def test_a_bucket_of_zeros_stays_zero_beside_others(bits, norm):
     assert update[32:64].any()
 
 
-def test_a_2_norm_beyond_float32_is_cut_and_one_below_its_square_root_is_not_lost():
-    for size in (3e38, 1e-30):
-        g = np.full(64, size, np.float32)
-        got = draws(gcjax.qsgd_compress(8, 64, norm="l2", key=KEY), g, 200) / np.float32(size)
-        np.testing.assert_allclose(got.mean(), 1, rtol=0.01)
+@pytest.mark.parametrize("magnitude", [3e38, 1e-30])
+def test_an_l2_norm_outside_float32s_range_is_no_problem(magnitude):
+    g = np.full(64, magnitude, np.float32)
+    got = draws(gcjax.qsgd_compress(8, 64, norm="l2", key=KEY), g, 200) / np.float32(magnitude)
+    np.testing.assert_allclose(got.mean(), 1, rtol=0.01)
 
 
 @pytest.mark.parametrize("bits", [1, 4, 7])
-def test_the_message_takes_the_bits_of_its_entries_and_a_norm_for_each_bucket_of_a_leaf(bits):
-    g = [normal(40), normal(1), normal(100)]  # 2 + 1 + 4 buckets of 32
+def test_payload_bits_count_entries_and_norms(bits):
+    g = [normal(40), normal(1), normal(100)]  # 2 + 1 + 4 blocks of 32
     _, info = messages(gcjax.qsgd_compress(bits, 32, key=KEY), g)
     assert info.payload_bits == 141 * bits + 7 * 32
 
 
 def omega(k):
-    """Elias's omega code of k from 1 on, as a string of digits."""
+    """Elias's omega code of k, at least 1, as a string of digits."""
     code = "0"
     while k > 1:
         code = f"{k:b}" + code
@@ -145,7 +146,7 @@ def omega(k):
 
 
 def read_omega(digits, at):
-    """The number whose code begins at a place, and the place behind it."""
+    """The number whose code begins at position `at`, and the position after it."""
     k = 1
     while digits[at] == "1":
         k, at = int(digits[at : at + k + 1], 2), at + k + 1
@@ -153,7 +154,7 @@ def read_omega(digits, at):
 
 
 def elias(levels):
-    """The paper's code of one bucket's signed levels, without its norm."""
+    """The paper's code of one block's signed levels, without its norm."""
     digits, last = "", -1
     for i in np.flatnonzero(levels):
         digits += omega(i - last) + ("1" if levels[i] < 0 else "0") + omega(abs(levels[i]))
@@ -172,17 +173,16 @@ def read_elias(digits, size):
     return levels
 
 
-def test_the_omega_code_of_the_test_is_the_known_one():
+def test_omega_codes_of_known_numbers():
     known = {1: "0", 2: "100", 3: "110", 4: "101000", 16: "10100100000", 100: "1011011001000"}
     assert {k: omega(k) for k in known} == known
 
 
-@pytest.mark.parametrize(
-    ("bits", "bucket_size", "norm"), [(2, 4096, "l2"), (3, 64, "l2"), (4, 512, "max"), (8, 32, "max")]
-)
-def test_with_elias_coding_the_message_is_as_long_as_the_papers_code_of_what_is_sent(
-    bits, bucket_size, norm, monkeypatch
-):
+ELIAS_SETTINGS = [(2, 4096, "l2"), (3, 64, "l2"), (4, 512, "max"), (8, 32, "max")]
+
+
+@pytest.mark.parametrize(("bits", "bucket_size", "norm"), ELIAS_SETTINGS)
+def test_elias_payload_bits_are_the_length_of_the_code(bits, bucket_size, norm):
     g = [normal(3000, 1), normal(1, 2), np.zeros(50, np.float32), normal(100, 3) ** 5]
     tx = gcjax.qsgd_compress(bits, bucket_size, norm=norm, encoding="elias", key=KEY)
     (words,), info = messages(tx, g)
@@ -198,11 +198,11 @@ def test_with_elias_coding_the_message_is_as_long_as_the_papers_code_of_what_is_
         np.testing.assert_array_equal(read_elias(digits, len(block)), block)
         total += 32 + len(digits)
     assert info.payload_bits == total
-    if norm == "l2":  # few entries are not zero, and it pays
+    if norm == "l2":  # with few nonzero entries the code is shorter than the packed words
         assert total < 3151 * bits + 32 * len(blocks)
 
 
-def test_scaled_norms_agree_with_float64_over_the_whole_range_of_float32():
+def test_block_norms_equal_float64_over_float32s_range():
     x = np.concatenate([normal(32), normal(32) * 1e37, normal(32) * 1e-36, np.zeros(32), [1e-20, 1e20]]).astype("f4")
     groups = block_groups(layout_of(x).buckets[0], 32)
     expected = [np.linalg.norm(block.astype(np.float64)) for block in np.split(x, [32, 64, 96, 128])]
@@ -220,11 +220,11 @@ def test_scaled_norms_agree_with_float64_over_the_whole_range_of_float32():
         ({"bucket_size": 0}, ValueError, "got 0"),
         ({"norm": "l1"}, ValueError, "norm must be one of 'max', 'l2', got 'l1'"),
         ({"encoding": "huffman"}, ValueError, "'packed', 'elias', got 'huffman'"),
-        ({"bits": 1, "norm": "l2"}, ValueError, "bits=1 goes with norm='max'.*'l2'"),
-        ({"bits": 1, "encoding": "elias"}, ValueError, "bits=1 goes with.*'elias'"),
+        ({"bits": 1, "norm": "l2"}, ValueError, "bits=1 needs norm='max'.*'l2'"),
+        ({"bits": 1, "encoding": "elias"}, ValueError, "bits=1 needs.*'elias'"),
         ({"key": 3}, TypeError, "key must be a key made by jax.random.key"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.qsgd_compress(**{"key": KEY, **options})

@@ -1,4 +1,4 @@
-"""Random-k's own claims: distinct entries, the same on all workers, each equally likely; unbiased or contracting."""
+"""random_k_compress: distinct entries, the same on all workers, each equally likely; unbiased or contracting."""
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,15 @@ SEED = 5
 
 
 def drawn_entries(words, density, block, size):
-    """Entries of the flat bucket that all workers send, and how many times rarer than all they are."""
+    """Entries of the flat bucket that all workers send, and one over the share that they are."""
     blocks = -(-size // block)
     count = max(1, int(density * blocks))
     first, second = (int(word) for word in hash_bits(words, [count, count + 1]))
-    turn = (first * 2**32 + second) % blocks
+    rotation = (first * 2**32 + second) % blocks
     entries, begin = [], 0
     for slot, bits in enumerate(hash_bits(words, range(count))):
         length = blocks // count + (slot < blocks % count)
-        number = (begin + int(bits) % length + turn) % blocks
+        number = (begin + int(bits) % length + rotation) % blocks
         entries += range(number * block, (number + 1) * block)
         begin += length
     assert begin == blocks
@@ -97,7 +97,7 @@ def sets_drawn(count, total, times):
 
 
 @pytest.mark.parametrize(("count", "total"), [(3, 10), (7, 10), (5, 10), (1, 10), (10, 10), (1, 1)])
-def test_every_entry_is_drawn_equally_often_and_never_twice(count, total):
+def test_entries_are_drawn_equally_often_and_never_twice(count, total):
     times = 20_000
     sets = np.sort(sets_drawn(count, total, times), axis=1)
     assert sets.min() >= 0
@@ -108,7 +108,7 @@ def test_every_entry_is_drawn_equally_often_and_never_twice(count, total):
     np.testing.assert_allclose(np.bincount(sets.ravel(), minlength=total) / times, rate, atol=5 * error + 1e-12)
 
 
-def test_no_entry_of_a_large_model_is_drawn_twice():
+def test_a_large_model_has_no_entry_drawn_twice():
     (entries,) = sets_drawn(30_011, 3_000_017, 1)
     assert len(np.unique(entries)) == 30_011
     assert 0 <= entries.min() < entries.max() < 3_000_017
@@ -121,9 +121,9 @@ def test_remainders_of_64_bits_are_exact(divisor):
         assert random_k._remainder(words, divisor) == ((first << 32) + second) % divisor
 
 
-# d / k is 10 / 3 in the first, and 5 blocks / 2 in the second, whose last block has one entry of two.
+# d / k is 10 / 3 in the first case. In the second it is 5 blocks / 2; the last block has one entry instead of two.
 @pytest.mark.parametrize(("density", "block", "d", "rarity"), [(0.3, 1, 10, 10 / 3), (0.4, 2, 9, 5 / 2)])
-def test_without_feedback_it_is_unbiased_and_varies_as_stated(density, block, d, rarity):
+def test_without_feedback_it_is_unbiased(density, block, d, rarity):
     steps, g = 20_000, np.linspace(-1, 2, d, dtype=np.float32)
     y = draws(gcjax.random_k_compress(density, key=KEY, block=block, feedback=False), g, steps)
     np.testing.assert_allclose(y.mean(axis=0), g, atol=5 * ((rarity - 1) * (g**2).max() / steps) ** 0.5)
@@ -132,12 +132,12 @@ def test_without_feedback_it_is_unbiased_and_varies_as_stated(density, block, d,
     assert squares.std() > 0
 
 
-def test_with_feedback_what_is_left_contracts_as_stated():
+def test_with_feedback_the_residual_contracts():
     g = np.linspace(-1, 2, 10, dtype=np.float32)
     tx = gcjax.random_k_compress(0.3, key=KEY)
     state, left = tx.init(g), []
     update = jax.jit(lambda g, state: tx.update(g, state)[1])
-    for _ in range(800):  # in each step from a = g: the residual is taken out again by the next gradient
+    for _ in range(800):  # the gradient g - residual makes a = g in every step
         before = np.asarray(state.buckets.value[0].residual)
         state = update(g - before, state)
         left.append(float((np.asarray(state.buckets.value[0].residual) ** 2).sum()))
@@ -146,7 +146,7 @@ def test_with_feedback_what_is_left_contracts_as_stated():
     assert np.std(left) > 0
 
 
-def test_all_workers_send_the_same_entries_and_other_ones_in_each_step():
+def test_workers_send_the_same_entries_new_in_each_step():
     runner = Runner(gcjax.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(50), 3)
     gradients, places = np.arange(1, 151, dtype=np.float32).reshape(3, 50), []
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_all_workers_send_the_same_entries_and_other_ones_in_each_step():
     assert len(set(places)) == 4
 
 
-def test_keys_give_other_entries():
+def test_another_key_draws_other_entries():
     first, second = (draws(gcjax.random_k_compress(0.2, key=jax.random.key(s)), jnp.ones(50), 1) for s in (0, 1))
     assert (first != second).any()
 
@@ -175,7 +175,7 @@ def test_blocks_are_sent_whole():
     assert padded[:, :, 0].any(axis=0).all()
 
 
-def test_a_block_larger_than_the_model_is_the_model():
+def test_a_block_larger_than_the_model_sends_it_all():
     tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 30)
     update, state = jax.jit(tx.update)(jnp.arange(5.0), tx.init(jnp.zeros(5)))
     assert update.tolist() == [0, 1, 2, 3, 4]
@@ -192,7 +192,7 @@ def test_only_the_values_are_on_the_wire():
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-def test_a_density_of_one_is_the_dense_mean(feedback):
+def test_density_one_is_the_dense_mean(feedback):
     g = np.random.default_rng(0).normal(size=77).astype(np.float32)
     np.testing.assert_array_equal(draws(gcjax.random_k_compress(1.0, key=KEY, feedback=feedback), g, 2), [g, g])
 
@@ -208,6 +208,6 @@ def test_a_density_of_one_is_the_dense_mean(feedback):
         ({"density": 0.1, "key": KEY, "feedback": 1}, TypeError, "feedback must be True or False, got 1"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.random_k_compress(**options)

@@ -1,4 +1,4 @@
-"""The votes' own claims: majorities by hand, ties, faulty workers, bytes, momentum; where a vote ends."""
+"""sign_vote_compress and signum_compress: majorities by hand, ties, faulty workers, bytes, momentum."""
 
 import jax
 import jax.numpy as jnp
@@ -65,17 +65,17 @@ def vote(per_worker, tx=None):
     return Runner(tx, {"x": gradients[0]}, len(gradients)).step({"x": gradients})["x"][0].tolist()
 
 
-def test_the_update_is_the_sign_that_most_workers_have_however_small_their_gradients():
+def test_the_update_is_the_sign_of_most_workers():
     assert vote([[9.0, -1.0, 5.0], [-0.1, -2.0, 1e-38], [-0.1, 3.0, 7.0]]) == [-1.0, -1.0, 1.0]
 
 
-def test_ties_and_zeros_of_either_sign_count_as_plus():
+def test_ties_and_zeros_count_as_plus():
     assert vote([[1.0, -1.0, -1.0], [-1.0, -1.0, 1.0]]) == [1.0, -1.0, 1.0]
     assert vote([[0.0, -0.0, -1.0], [-1.0, -0.0, -0.0], [-1.0, -1.0, 0.0]]) == [-1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 15, 16, 17, 33])  # more than 16 are added in a loop
-def test_the_majority_of_words_is_that_of_their_bits(workers):
+def test_the_majority_is_taken_bit_by_bit(workers):
     votes = np.random.default_rng(workers).integers(0, 2**32, (workers, 50), dtype=np.uint32)
     majority = np.asarray(sign_vote._majority(jnp.asarray(votes)))
     for column in range(50):
@@ -84,7 +84,7 @@ def test_the_majority_of_words_is_that_of_their_bits(workers):
             assert int(majority[column]) >> bit & 1 == (count > workers / 2)
 
 
-def test_a_minority_of_adversaries_cannot_turn_what_the_others_agree_on():
+def test_a_minority_of_adversaries_changes_nothing():
     honest = np.random.default_rng(0).normal(size=100).astype(np.float32)
     signs = np.sign(honest).tolist()
     assert vote([honest] * 4 + [-1e30 * honest] * 3) == signs
@@ -92,14 +92,13 @@ def test_a_minority_of_adversaries_cannot_turn_what_the_others_agree_on():
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
-def test_no_worker_sends_more_than_two_bits_an_entry_however_many_there_are(workers):
+def test_a_worker_sends_less_than_two_bits_per_entry(workers):
     entries = 4096
     runner = Runner(gcjax.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
     runner.step({"x": np.ones((workers, entries), np.float32)})
     info = gcjax.info(runner.state)
-    assert info.wire_bytes - 2 * (workers - 1) / workers * 4 == pytest.approx(  # 4 bytes are the check for NaN
-        2 * (workers - 1) / workers * entries / 8
-    )
+    check = 2 * (workers - 1) / workers * 4  # that of `all_finite`
+    assert info.wire_bytes - check == pytest.approx(2 * (workers - 1) / workers * entries / 8)
     assert info.payload_bits.tolist() == [entries] * workers
 
 
@@ -118,7 +117,7 @@ def test_workers_over_two_mesh_axes_vote_together():
     np.testing.assert_array_equal(jax.jit(sharded)(gradients, state), np.where(negative > 4, -1, 1))
 
 
-def test_the_momentum_of_signum_worked_by_hand():
+def test_the_momentum_of_signum_by_hand():
     tx = gcjax.signum_compress(momentum=0.75)
     state, votes, momenta = tx.init(jnp.zeros(1)), [], []
     for g in (8.0, -4.0, -4.0, 0.0):
@@ -129,18 +128,18 @@ def test_the_momentum_of_signum_worked_by_hand():
     assert votes == [1.0, 1.0, -1.0, -1.0]
 
 
-def test_signum_votes_on_each_workers_own_momentum():
-    """Momenta of the mean gradient would be positive throughout."""
+def test_signum_votes_with_each_workers_momentum():
+    """The momentum of the mean gradient is positive in every step."""
     tx = gcjax.signum_compress(momentum=0.5, axis_name="data")
     runner = Runner(tx, {"x": np.zeros(1)}, 3)
     big, small = np.array([[9.0], [-1.0], [-1.0]], np.float32), np.array([[-1.0], [0.25], [-0.25]], np.float32)
     assert runner.step({"x": big})["x"][0].tolist() == [-1.0]
-    assert runner.step({"x": small})["x"][0].tolist() == [-1.0]  # 1.75, -0.125, -0.375; the gradients alone: also -1
-    assert runner.step({"x": -small})["x"][0].tolist() == [-1.0]  # 1.375, -0.1875, -0.0625; the gradients alone: +1
+    assert runner.step({"x": small})["x"][0].tolist() == [-1.0]  # m: 1.75, -0.125, -0.375; the gradients also vote -1
+    assert runner.step({"x": -small})["x"][0].tolist() == [-1.0]  # m: 1.375, -0.1875, -0.0625; the gradients vote +1
 
 
-def distance_to_optimum(tx, centres):
-    """After training on |x - c_w|^2 / 2 with one worker for each centre and a decaying rate."""
+def trained(tx, centres):
+    """The parameters after training on |x - c_w|^2 / 2 with one worker for each centre."""
     mesh = mesh_of(len(centres))
     params = jnp.zeros(len(centres[0]))
     opt_state = gcjax.place(tx.init(params), mesh)
@@ -158,14 +157,14 @@ def distance_to_optimum(tx, centres):
     return np.asarray(run(params, opt_state, np.asarray(centres, np.float32)))
 
 
-def test_a_vote_ends_at_the_entrywise_median_and_error_feedback_at_the_mean():
+def test_a_vote_ends_at_the_median_and_feedback_at_the_mean():
     centres = [[0.0, 3.0], [1.0, -1.0], [5.0, 0.0]]
 
     def rate(t):
         return 0.5 / (1 + t / 10)
 
     ends = {
-        name: distance_to_optimum(optax.chain(make(axis_name="data"), optax.sgd(rate)), centres)
+        name: trained(optax.chain(make(axis_name="data"), optax.sgd(rate)), centres)
         for name, make in (("vote", gcjax.sign_vote_compress), ("feedback", gcjax.ef_sign_compress))
     }
     np.testing.assert_allclose(ends["vote"], [1.0, 0.0], atol=0.03)
@@ -173,6 +172,6 @@ def test_a_vote_ends_at_the_entrywise_median_and_error_feedback_at_the_mean():
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
-def test_a_bad_momentum_of_signum_raises(momentum):
+def test_a_bad_momentum_raises(momentum):
     with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
         gcjax.signum_compress(momentum)

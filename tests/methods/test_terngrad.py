@@ -1,4 +1,4 @@
-"""TernGrad's own claims: clipping, no bias after it, shared scales, fields that do not carry, words by hand."""
+"""terngrad_compress: clipping, no bias after it, shared scales, fields that do not carry, words by hand."""
 
 import jax
 import numpy as np
@@ -51,12 +51,12 @@ def row(aggregate, clip, wire, rare=False):
     )
 
 
-# 1.5 for 2.5, so that much is clipped.
+# A clip of 1.5 clips many entries.
 ROWS = [row("sum", 2.5, {"u32", "s32", "f32"}), row("gather", 1.5, {"u32", "s32"}, rare=True)]
 
 
 def chain(axis_name, learning_rate):
-    """Without clipping, which moves the point where the mean of gradients that disagree is zero."""
+    """Without clipping, because clipping moves the point where the workers' mean gradient is zero."""
     return optax.chain(gcjax.terngrad_compress(None, key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
 
 
@@ -66,7 +66,7 @@ BOTH = pytest.mark.parametrize("aggregate", ["sum", "gather"])
 
 
 def outlier():
-    """128 entries of 1 or -1 but for the first, 20, and its clipped form."""
+    """128 entries of 1 or -1 except for the first, which is 20; and the clipped form."""
     g = np.where(np.arange(128) % 3, 1.0, -1.0).astype(np.float32)
     g[0] = 20
     limit = 2.5 * np.sqrt((g**2).mean())
@@ -79,13 +79,13 @@ def normal(size):
 
 
 def deviations(got, expected, scale):
-    """How many standard errors the mean of the draws is away from what it should be."""
+    """Deviations of the mean of the draws from the expected values, in standard errors."""
     variance = np.abs(expected) * (scale - np.abs(expected)) + 1e-6 * scale**2
     return np.abs(got.mean(0) - expected) / np.sqrt(variance / len(got))
 
 
 @BOTH
-def test_the_mean_of_many_draws_is_the_clipped_gradient_and_not_the_gradient(aggregate):
+def test_the_mean_of_many_draws_is_the_clipped_gradient(aggregate):
     g, clipped = outlier()
     got = draws(gcjax.terngrad_compress(aggregate=aggregate, key=KEY), g, 4000)
     scale = clipped.max()
@@ -95,7 +95,7 @@ def test_the_mean_of_many_draws_is_the_clipped_gradient_and_not_the_gradient(agg
 
 
 @BOTH
-def test_without_clipping_the_mean_of_many_draws_is_the_gradient(aggregate):
+def test_without_clipping_the_mean_is_the_gradient(aggregate):
     g, _ = outlier()
     got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)
     assert set(np.unique(got)) == {-20.0, 0.0, 20.0}
@@ -103,7 +103,7 @@ def test_without_clipping_the_mean_of_many_draws_is_the_gradient(aggregate):
 
 
 @BOTH
-def test_the_variance_of_an_entry_is_scale_times_magnitude_less_its_square(aggregate):
+def test_the_variance_is_as_stated(aggregate):
     g = normal(100)
     got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 1000)
     scale = np.abs(g).max()
@@ -112,7 +112,7 @@ def test_the_variance_of_an_entry_is_scale_times_magnitude_less_its_square(aggre
 
 
 @BOTH
-def test_a_leaf_of_zeros_stays_zero_and_one_of_equal_entries_is_not_clipped(aggregate):
+def test_zeros_and_equal_entries_are_sent_exactly(aggregate):
     g = {"zeros": np.zeros(50, np.float32), "equal": np.full(50, -3.0, np.float32), "scalar": np.float32(2.0)}
     tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.update)(g, tx.init(g))[0], g)
@@ -125,7 +125,7 @@ def update_of_two(aggregate, first, second):
     return np.array([runner.step({"x": g})["x"][0] for _ in range(400)])
 
 
-def test_workers_that_add_up_share_the_largest_scale_and_others_keep_their_own():
+def test_only_summed_workers_share_a_scale():
     shared = update_of_two("sum", [4.0, 0.0], [0.0, -1.0])
     assert (shared[:, 0] == 2.0).all()  # half of 4
     assert set(shared[:, 1]) == {0.0, -2.0}
@@ -135,26 +135,26 @@ def test_workers_that_add_up_share_the_largest_scale_and_others_keep_their_own()
 
 
 @pytest.mark.parametrize(("workers", "bits"), [(1, 2), (2, 4), (7, 4), (8, 8), (127, 8), (128, 16), (32768, 32)])
-def test_a_field_holds_the_sum_of_all_workers_codes(workers, bits):
+def test_a_field_holds_the_sum_of_all_codes(workers, bits):
     assert field_bits(workers) == bits
     assert 2 * workers < 2**bits
 
 
 @pytest.mark.parametrize("workers", [3, 8])
-def test_codes_of_all_workers_at_either_end_add_up_without_touching_their_neighbours(workers):
+def test_extreme_codes_add_up_without_a_carry(workers):
     g = np.array([1.0, -1.0] * 20 + [-1.0] * 5 + [1.0] * 5, np.float32)
     runner = Runner(gcjax.terngrad_compress(key=KEY, axis_name="data"), {"x": g}, workers)
     np.testing.assert_allclose(runner.step({"x": np.stack([g] * workers)})["x"][0], g, rtol=1e-6)
 
 
-def test_words_that_add_up_hold_0_1_or_2_for_minus_zero_and_plus():
+def test_words_of_sum_by_hand():
     g = np.array([3.0, -3.0, 0.0, 3.0] + [0.0] * 12 + [-3.0], np.float32)
     (words,), _ = messages(gcjax.terngrad_compress(None, key=KEY), g)
     zeros = sum(1 << 2 * i for i in range(4, 16))
     assert words.tolist() == [2 << 0 | 0 << 2 | 1 << 4 | 2 << 6 | zeros, 0]
 
 
-def test_gathered_words_are_the_scale_and_the_masks_of_what_is_not_zero_and_of_what_is_negative():
+def test_words_of_gather_by_hand():
     g = {"a": np.array([3.0, -3.0, 0.0], np.float32), "b": np.array([0.0, -5.0], np.float32)}
     (words,), _ = messages(gcjax.terngrad_compress(None, aggregate="gather", key=KEY), g)
     assert words[:2].view(np.float32).tolist() == [3.0, 5.0]
@@ -165,7 +165,7 @@ def test_gathered_words_are_the_scale_and_the_masks_of_what_is_not_zero_and_of_w
 
 
 @pytest.mark.parametrize(("aggregate", "workers", "bits"), [("sum", 2, 4), ("sum", 8, 8), ("gather", 8, 2)])
-def test_a_message_takes_its_bits_an_entry_and_a_scale_for_each_leaf(aggregate, workers, bits):
+def test_payload_bits_count_entries_and_scales(aggregate, workers, bits):
     g = {"a": np.ones((workers, 45), np.float32), "b": np.ones(workers, np.float32)}
     tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY, axis_name="data")
     runner = Runner(tx, jax.tree.map(lambda x: x[0], g), workers)
@@ -182,6 +182,6 @@ def test_a_message_takes_its_bits_an_entry_and_a_scale_for_each_leaf(aggregate, 
         ({"key": None}, TypeError, "key must be a key made by jax.random.key"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.terngrad_compress(**{"key": KEY, **options})
