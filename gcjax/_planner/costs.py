@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 
-import gcjax  # only for its version
 from gcjax._planner.measuring import DENSITY, Cost, Method, measure
 from gcjax._planner.standard import standard_methods
+from gcjax._version import __version__
 
 Progress = Callable[[int, int, str], None]
 
@@ -45,7 +45,7 @@ def cost_file() -> Path:
 def device_name() -> str:
     """What the costs depend on: kind of device, number of cores, versions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{jax.devices()[0].device_kind}, {cores} cores, jax {jax.__version__}, gcjax {gcjax.__version__}"
+    return f"{jax.devices()[0].device_kind}, {cores} cores, jax {jax.__version__}, gcjax {__version__}"
 
 
 @dataclasses.dataclass(frozen=True)

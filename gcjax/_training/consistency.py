@@ -16,9 +16,9 @@ import jax
 import jaxlib
 import numpy as np
 
-import gcjax  # only for its version
 from gcjax._jax_compat import KeyValueStore, shared_store
 from gcjax._types import PyTree
+from gcjax._version import __version__
 
 # As long as JAX itself lets processes wait for each other at the start. A process that dies ends the wait much earlier.
 TIMEOUT_SECONDS = 300
@@ -58,7 +58,7 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
     asked = _sha(str(processes).encode())
     _asked[asked] += 1
     folder = f"gcjax/{asked}/{_asked[asked]}"
-    notes = {"versions": [f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}", f"gcjax {gcjax.__version__}"]}
+    notes = {"versions": [f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}", f"gcjax {__version__}"]}
     notes["mesh"] = [f"{dict(mesh.shape)} of devices {[device.id for device in mesh.devices.flat]}"]
     notes |= {name: _lines(name, thing) for name, thing in things.items()}
     digests = _exchange(store, folder, processes, {name: _digest(lines) for name, lines in notes.items()})
