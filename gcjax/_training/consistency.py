@@ -55,9 +55,9 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
     # Some TPU runtimes connect processes without jax.distributed, and then there is no store.
     if len(processes) == 1 or store is None:
         return
-    asked = _sha(str(processes).encode())
-    _asked[asked] += 1
-    folder = f"gcjax/{asked}/{_asked[asked]}"
+    group = _sha(str(processes).encode())
+    _asked[group] += 1
+    folder = f"gcjax/{group}/{_asked[group]}"
     notes = {"versions": [f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}", f"gcjax {__version__}"]}
     notes["mesh"] = [f"{dict(mesh.shape)} of devices {[device.id for device in mesh.devices.flat]}"]
     notes |= {name: _lines(name, thing) for name, thing in things.items()}
