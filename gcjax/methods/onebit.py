@@ -1,24 +1,24 @@
-"""1-bit SGD: one bit an entry and two values a column, with error feedback, added up by owners that compress again.
+"""1-bit SGD: one bit per entry and two values per column, with error feedback; owners add them and compress again.
 
 **Source.** Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-Bit Stochastic Gradient Descent and its Application
 to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014, doi 10.21437/Interspeech.2014-274.
 
 **Wire format.** A column of r entries takes ceil(r / 32) + 2 uint32 words: its mask words, 1 for negative, entry i in
-bit i % 32 of word i // 32; then the mean of the entries that are not negative and that of those that are, as float32.
-Per worker and bucket, first a uint32 vector to every worker, with the columns which that one owns: matrix by matrix,
-the first word of all columns, the second, and so on. Then, from every worker to all, the same of the means over the
-workers. Of c columns worker w of p owns ceil(c / p) from column w ceil(c / p) on; where there are fewer, empty columns
-make up for them, so that all vectors are of one length.
+bit i % 32 of word i // 32; then two float32, the mean of its entries of at least 0 and the mean of its negative ones.
+Per bucket, first an all-to-all: every worker gets the columns that it owns, matrix by matrix, the first word of all
+columns, then the second, and so on. Then an all-gather of the means over the workers in the same form. Of c columns,
+worker w of p owns ceil(c / p), beginning at column w ceil(c / p); empty columns pad the last workers' vectors.
 
 **Deviations.** A leaf of shape (..., c) is a matrix of c columns: the last axis is the output in JAX's layers. A leaf
-with a single row or column is cut into columns of 512 consecutive entries, which several owners can share. The owner
-adds its own gradient to the mean as it is, since quantising what does not travel would only add error; so its columns
-have no first error, and the second one stands in its place, times the number of workers: one vector of state instead of
-two. A dense start, small leaves sent dense, and AdaGrad, which the paper applies to the sum before the second
-quantisation, are left to the user.
+with a single row or column is divided into columns of 512 consecutive entries, so that several workers can own parts of
+it. The owner adds its own gradient to the mean unquantised, because quantising what is not sent would only add error.
+Its columns therefore have no first error, and the second one takes its place, times the number of workers: one vector
+of state instead of two. The paper's dense start, dense small leaves and AdaGrad before the second quantisation are left
+to the user.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ from jax import lax
 
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import LANES, count_bits
-from gcjax._types import Array
+from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax.extend import Bucket, Comm, Compressor, Segment, bits_float, compress, dense_report, float_bits
 
-RUN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits an entry
+COLUMN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits per entry
 _UNROLLED = 16  # workers whose columns are added in one pass
 
 
@@ -40,9 +40,10 @@ _UNROLLED = 16  # workers whose columns are added in one pass
 class OneBitState:
     """State of one worker and bucket.
 
-    errors: one float32 array for each matrix, shaped and padded as by `_blocks`: this worker's quantisation error; in
-      the columns that it owns, the error of the mean over the workers, times their number.
-    bucket: where the leaves lie, static.
+    Attributes:
+      errors: for each of `_blocks` a float32 array of its shape: this worker's quantisation error; in the columns that
+        it owns, the error of the mean over the workers, times their number.
+      bucket: where the leaves lie. Static.
     """
 
     errors: tuple[Array, ...]
@@ -54,23 +55,24 @@ class OneBitState:
         return _flat(self.errors, self.bucket)
 
 
-def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry of gradient plus residual, and for each column the mean of either sign.
+def onebit_compress(
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
 
     .. math::
         a = g + e, \qquad y_{ij} = \begin{cases} m^+_j & a_{ij} \ge 0 \\ m^-_j & a_{ij} < 0 \end{cases}, \qquad
         e \leftarrow a - y
 
-    with :math:`m^+_j` the mean of the entries of column j that are not negative, :math:`m^-_j` that of those that are.
-    The owner of a column takes the mean of y over the workers, of its own a as it is, adds the error that it made with
-    this mean last time, compresses it in the same way and sends it to all; what they decode is the update. What counts
-    as a column is in the notes of the module.
+    with :math:`m^+_j` the mean of the entries of column j that are at least 0, and :math:`m^-_j` the mean of the
+    negative ones. The owner of a column takes the mean of y over the workers, with its own a unquantised, and adds the
+    error of its last mean. It compresses the result in the same way and sends it to all; what they decode is the
+    update. The docstring of the module says what counts as a column.
 
-    Costs a float32 per parameter in state; 1 bit per parameter and 64 per column each way, whatever the number of
-    workers: 1 + 64 / r bits an entry for a layer of r inputs. With few rows that saves little, and the columns of a
-    leaf are padded to a multiple of the workers: send small leaves dense (`optax.partition`). The paper does so with
-    small dimensions, and with everything at the start. Momentum, weight decay and learning rate come after it:
-    `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
+    State: a float32 per parameter. Wire: 1 bit per parameter and 64 per column each way, for any number of workers;
+    1 + 64 / r bits per entry for a layer of r inputs. With few rows that saves little, and the columns of a leaf are
+    padded to a multiple of the number of workers: send small leaves dense (`optax.partition`), as the paper does.
+    Momentum, weight decay and learning rate come after it: `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
 
     Args:
       axis_name, inner_axis_name: as in `gcjax.compress`.
@@ -78,14 +80,14 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
-    **Randomness**: none. **Bias**: biased, made up for by the residual; nothing is lost. **Non-finite input**: the
+    **Randomness**: none. **Bias**: biased, which the residual corrects; nothing is lost. **Non-finite input**: the
     update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.onebit_compress()
     >>> g = jnp.array([[3.0, -1.0], [1.0, 2.0]])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # the first column is now 4, 0
+    >>> second, state = tx.update(g, state)  # the first column of a is 4, 0
     >>> print(first.tolist(), second.tolist())
     [[2.0, -1.0], [2.0, 2.0]] [[2.0, -1.0], [2.0, 2.0]]
     """
@@ -97,32 +99,31 @@ def onebit_compress(*, axis_name=None, inner_axis_name=None) -> optax.GradientTr
         del sum_grad_squared
         bucket = state.bucket
         matrices = _matrices(bucket, comm)
-        # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
+        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
         kept = [jnp.where(all_finite, e + g, e) for e, g in zip(state.errors, _blocks(gradient, bucket), strict=True)]
-        a = [m.widen(x) for m, x in zip(matrices, kept, strict=True)]
+        a = [m.pad(x) for m, x in zip(matrices, kept, strict=True)]
 
-        # To the owners. Means of zero change nothing: neither in a skipped step nor of columns that stay here.
+        # To the owners. A worker sends means of zero, which change nothing, in a skipped step and of its own columns.
         codes = [m.encode(x, m.heights) for m, x in zip(matrices, a, strict=True)]
         first = [jnp.where(all_finite & ~m.is_owned(), means, 0) for m, (_, means) in zip(matrices, codes, strict=True)]
         shares = [m.shares(words, means) for m, (words, _), means in zip(matrices, codes, first, strict=True)]
-        received = _together(comm.all_to_all, shares)
+        received = _in_one(comm.all_to_all, shares)
         a = [m.add_to_owned(x, shares) for m, x, shares in zip(matrices, a, received, strict=True)]
 
         # From the owners.
         codes = [m.encode(m.owned(x, m.axis), m.owned(m.heights, 0)) for m, x in zip(matrices, a, strict=True)]
         second = [jnp.where(all_finite, means / comm.size, 0) for _, means in codes]
         shares = [_code(words, means)[None] for (words, _), means in zip(codes, second, strict=True)]
-        gathered = _together(lambda shares: comm.gather(shares[0]), shares)
+        gathered = _in_one(lambda shares: comm.gather(shares[0]), shares)
         updates = [m.decode(m.unshare(shares)) for m, shares in zip(matrices, gathered, strict=True)]
 
         taken = [m.replace_owned(x, comm.size * y, 1) for m, x, y in zip(matrices, first, second, strict=True)]
-        errors = [
+        left = [
             m.without_padding(x - m.choose(x < 0, y), m.heights) for m, x, y in zip(matrices, a, taken, strict=True)
         ]
-        mean = _flat(
-            [m.narrow(jnp.where(all_finite, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)], bucket
-        )
-        new = OneBitState(tuple(m.narrow(x) for m, x in zip(matrices, errors, strict=True)), bucket)
+        updates = [m.unpad(jnp.where(all_finite, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)]
+        mean = _flat(updates, bucket)
+        new = OneBitState(tuple(m.unpad(x) for m, x in zip(matrices, left, strict=True)), bucket)
         return mean, new, dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
@@ -132,82 +133,89 @@ def _is_matrix(s: Segment) -> bool:
     return len(s.shape) > 1 and 1 < s.shape[-1] < s.size
 
 
-def _runs(s: Segment) -> int:
-    return -(-s.size // RUN)
+def _columns(s: Segment) -> int:
+    return -(-s.size // COLUMN)  # of a leaf that is not a matrix
 
 
-def _blocks(flat, bucket: Bucket) -> list[Array]:
+def _blocks(flat: Array, bucket: Bucket) -> list[Array]:
     """The bucket's matrices [rows, columns]; then all other leaves as one block [columns, rows], padded with zeros."""
     parts = [(s, flat[s.offset : s.offset + s.size]) for s in bucket.segments]
     blocks = [x.reshape(-1, s.shape[-1]) for s, x in parts if _is_matrix(s)]
     others = [x for s, x in parts if not _is_matrix(s)]
     if not others:
         return blocks
-    rows = min(RUN, -(-max(map(len, others)) // LANES) * LANES)
+    rows = min(COLUMN, -(-max(map(len, others)) // LANES) * LANES)
     return [*blocks, jnp.concatenate([jnp.pad(x, (0, -len(x) % rows)).reshape(-1, rows) for x in others])]
 
 
-def _flat(blocks, bucket: Bucket) -> Array:
+def _flat(blocks: Sequence[Array], bucket: Bucket) -> Array:
     """The inverse of `_blocks`, zero between the leaves; the blocks may be flattened."""
-    parts, matrices, begin = [], iter(blocks), 0
-    others = sum(_runs(s) for s in bucket.segments if not _is_matrix(s))
+    parts: list[Array] = []
+    matrices, begin = iter(blocks), 0
+    others = sum(_columns(s) for s in bucket.segments if not _is_matrix(s))
     for s, end in zip(bucket.segments, [*(s.offset for s in bucket.segments[1:]), bucket.size], strict=True):
         if _is_matrix(s):
             x = next(matrices)
         else:
-            x = blocks[-1].reshape(others, -1)[begin : begin + _runs(s)]
-            begin += _runs(s)
+            x = blocks[-1].reshape(others, -1)[begin : begin + _columns(s)]
+            begin += _columns(s)
         parts += [x.reshape(-1)[: s.size], jnp.zeros(end - s.offset - s.size)]
     return jnp.concatenate(parts)
 
 
 def _matrices(bucket: Bucket, comm: Comm) -> list["_Matrix"]:
-    """Those of `_blocks`."""
+    """One for each of `_blocks`."""
     heights = [np.full(s.shape[-1], s.size // s.shape[-1]) for s in bucket.segments if _is_matrix(s)]
-    others = [np.minimum(RUN, s.size - np.arange(0, s.size, RUN)) for s in bucket.segments if not _is_matrix(s)]
+    others = [np.minimum(COLUMN, s.size - np.arange(0, s.size, COLUMN)) for s in bucket.segments if not _is_matrix(s)]
     matrices = [_Matrix(h, False, comm) for h in heights]
     return [*matrices, _Matrix(np.concatenate(others), True, comm)] if others else matrices
 
 
 class _Matrix:
-    """The columns of a block. Each worker owns `width` of them; if there are fewer, empty ones make up for them.
+    """The columns of one of `_blocks`. Each worker owns `width` of them; empty columns pad those of the last workers.
 
-    heights: float32[workers * width], entries in each column; the block has zeros below, up to `rows`.
-    transposed: the block is [columns, rows], not [rows, columns]; rows are a multiple of 32 then.
-    means: float32[2, columns], of the entries of each column that are not negative, and of those that are.
+    `means` are float32[2, columns]: of the entries of each column that are at least 0, and of the negative ones.
+
+    Attributes:
+      columns: number of columns, without the empty ones.
+      transposed: the block is [columns, rows] instead of [rows, columns], and rows are a multiple of 32.
+      comm: the collectives.
+      axis: the block's axis of columns.
+      rows: length of the block's other axis.
+      width: number of columns that each worker owns.
+      heights: float32[workers * width], entries in each column; below them the block has zeros.
     """
 
-    def __init__(self, heights, transposed: bool, comm: Comm):
+    def __init__(self, heights: np.ndarray, transposed: bool, comm: Comm) -> None:
         self.columns, self.transposed, self.comm = len(heights), transposed, comm
-        self.axis = 0 if transposed else 1  # of the columns in a block
+        self.axis = 0 if transposed else 1
         rows = int(heights.max())
         self.rows = -(-rows // LANES) * LANES if transposed else rows
         self.width = -(-self.columns // comm.size)
         self.heights = np.pad(heights.astype(np.float32), (0, self.width * comm.size - self.columns))
 
-    def widen(self, block) -> Array:
-        """With the empty columns."""
+    def pad(self, block: Array) -> Array:
+        """The block with the empty columns."""
         empty = (0, len(self.heights) - self.columns)
         return jnp.pad(block, (empty, (0, 0)) if self.transposed else ((0, 0), empty))
 
-    def narrow(self, block) -> Array:
+    def unpad(self, block: Array) -> Array:
         return lax.slice_in_dim(block, 0, self.columns, axis=self.axis)
 
     def is_owned(self) -> Array:
-        """bool[columns], whether this worker owns them."""
+        """bool[workers * width], whether this worker owns the column."""
         return np.arange(len(self.heights)) // self.width == self.comm.rank()
 
-    def owned(self, x, axis: int) -> Array:
-        """Those columns, of which `axis` of x has all."""
+    def owned(self, x: ArrayLike, axis: int) -> Array:
+        """The owned columns of x, which has all columns along `axis`."""
         return lax.dynamic_slice_in_dim(jnp.asarray(x), self.comm.rank() * self.width, self.width, axis)
 
-    def replace_owned(self, x, columns, axis: int) -> Array:
+    def replace_owned(self, x: Array, columns: Array, axis: int) -> Array:
         return lax.dynamic_update_slice_in_dim(x, columns, self.comm.rank() * self.width, axis)
 
-    def add_to_owned(self, block, shares) -> Array:
-        """The block with what all workers sent of this one's columns added to them; what it sent itself is zero."""
-        workers = self.comm.size
-        if workers == 1:
+    def add_to_owned(self, block: Array, shares: Array) -> Array:
+        """The block with the workers' shares added to the owned columns. This worker's own share is zero."""
+        if (workers := self.comm.size) == 1:
             return block
 
         def add(worker, total):
@@ -216,44 +224,46 @@ class _Matrix:
         total = lax.fori_loop(0, workers, add, self.owned(block, self.axis), unroll=min(workers, _UNROLLED))
         return self.replace_owned(block, self.without_padding(total, self.owned(self.heights, 0)), self.axis)
 
-    def without_padding(self, block, heights) -> Array:
+    def without_padding(self, block: Array, heights: Array | np.ndarray) -> Array:
+        """The block with zeros below the heights."""
         return jnp.where(np.arange(self.rows) < heights[:, None], block, 0) if self.transposed else block
 
-    def encode(self, block, heights) -> tuple[Array, Array]:
-        """Mask words of the negative, uint32[words, columns], and means."""
+    def encode(self, block: Array, heights: Array | np.ndarray) -> tuple[Array, Array]:
+        """Mask words of the negative entries, uint32[words, columns], and means."""
         words, plus, minus = self._fold(block)
         count = count_bits(words).astype(jnp.float32)
         count, plus, minus = lax.reduce((count, plus, minus), (jnp.float32(0),) * 3, _add, (0,))
         return words, jnp.stack([plus / jnp.maximum(heights - count, 1), minus / jnp.maximum(count, 1)])
 
-    def _fold(self, block):
+    def _fold(self, block: Array) -> list[Array]:
         if self.transposed:
             return [x.reshape(len(block), -1).T for x in _fold(block.reshape(-1, LANES, 1))]
         body = self.rows // LANES * LANES
         folded = _fold(block[:body].reshape(-1, LANES, block.shape[1]))
-        if body < self.rows:  # apart: padding the whole would copy it
+        if body < self.rows:  # separately, because padding the whole block would copy it
             end = jnp.pad(block[body:], ((0, LANES - self.rows + body), (0, 0)))
             folded = [jnp.concatenate(parts) for parts in zip(folded, _fold(end[None]), strict=True)]
         return folded
 
-    def decode(self, code) -> Array:
+    def decode(self, code: Array) -> Array:
         """uint32[words + 2, columns] -> the block."""
         words = code[:-2].T.reshape(-1, 1) if self.transposed else code[:-2]
         bits = (words[:, None] >> jnp.arange(LANES, dtype=jnp.uint32)[:, None]) & 1
         bits = bits.reshape(-1, self.rows) if self.transposed else bits.reshape(-1, words.shape[1])[: self.rows]
         return self.choose(bits != 0, bits_float(code[-2:]))
 
-    def choose(self, negative, means) -> Array:
+    def choose(self, negative: Array, means: Array) -> Array:
+        """The block with each entry's mean."""
         plus, minus = jnp.expand_dims(means, 2 - self.axis)
         return jnp.where(negative, minus, plus)
 
-    def shares(self, words, means) -> Array:
-        """The codes of all workers' columns: [workers, words + 2, width]."""
+    def shares(self, words: Array, means: Array) -> Array:
+        """The codes of the columns, by owner: uint32[workers, words + 2, width]."""
         code = _code(words, means)
         return code.reshape(len(code), self.comm.size, self.width).transpose(1, 0, 2)
 
-    def unshare(self, shares) -> Array:
-        """The inverse of `shares`. XLA would redo a transposition for every entry."""
+    def unshare(self, shares: Array) -> Array:
+        """The inverse of `shares`. A loop, because XLA would repeat a transposition for every entry."""
 
         def put(worker, code):
             return lax.dynamic_update_slice_in_dim(code, shares[worker], worker * self.width, 1)
@@ -263,27 +273,27 @@ class _Matrix:
         return lax.fori_loop(0, workers, put, code, unroll=min(workers, _UNROLLED))
 
 
-def _code(words, means) -> Array:
+def _code(words: Array, means: Array) -> Array:
     return jnp.concatenate([words, float_bits(means)])
 
 
-def _fold(x):
-    """float32[n, 32, columns] -> of each 32: mask word of the negative, sum of the others, sum of the negative."""
+def _fold(x: Array) -> list[Array]:
+    """float32[n, 32, columns] -> for each 32: mask word of the negative, sum of the others, sum of the negative."""
 
     def merge(a, b):
         return a[0] | b[0], *_add(a[1:], b[1:])
 
     masks = jnp.where(x < 0, jnp.uint32(1) << jnp.arange(LANES, dtype=jnp.uint32)[:, None], jnp.uint32(0))
-    zeros = (jnp.uint32(0), jnp.float32(0), jnp.float32(0))
-    return lax.reduce((masks, jnp.maximum(x, 0), jnp.minimum(x, 0)), zeros, merge, (1,))
+    start = (jnp.uint32(0), jnp.float32(0), jnp.float32(0))
+    return lax.reduce((masks, jnp.maximum(x, 0), jnp.minimum(x, 0)), start, merge, (1,))
 
 
-def _add(a, b):
+def _add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _together(collective, shares) -> list[Array]:
-    """One collective for all matrices' shares [workers or 1, words, width]."""
+def _in_one(collective: Callable[[Array], Array], shares: list[Array]) -> list[Array]:
+    """One collective for the shares of all matrices, each [workers or 1, words, width]."""
     moved = collective(jnp.concatenate([share.reshape(len(share), -1) for share in shares], axis=1))
     ends = np.cumsum([share[0].size for share in shares])
     parts = jnp.split(moved, ends[:-1], axis=1)

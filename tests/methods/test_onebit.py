@@ -1,4 +1,4 @@
-"""1-bit SGD's own claims: both stages by hand, the best two values, columns, bytes, feedback."""
+"""onebit_compress: both stages by hand, the best two values, columns, bytes, feedback."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def columns_of(shape):
 
 
 def two_means(column):
-    """Each entry replaced by the mean of those of its sign, zero counting as plus."""
+    """Each entry replaced by the mean of the entries with its sign; zero counts as plus."""
     out = np.zeros(len(column), F)
     for mask in (column >= 0, column < 0):
         if mask.any():
@@ -41,16 +41,16 @@ class OneBitOracle:
         self.workers, self.sizes = workers, sizes
         self.first = [[np.zeros(n, F) for n in sizes] for _ in range(workers)]
         self.second = [np.zeros(n, F) for n in sizes]
-        # Each matrix is shared among the workers; what is no matrix is shared as one.
+        # The columns of each matrix are divided between the workers; those of all other leaves are divided together.
         self.owned = []  # (owner, leaf, entries of the column)
-        loose = []
+        others = []
         for leaf, shape in enumerate(SHAPES.values()):
             columns, is_matrix = columns_of(shape)
             if is_matrix:
                 self.share([(leaf, np.array(c)) for c in columns])
             else:
-                loose += [(leaf, np.array(c)) for c in columns]
-        self.share(loose)
+                others += [(leaf, np.array(c)) for c in columns]
+        self.share(others)
 
     def share(self, columns):
         width = -(-len(columns) // self.workers)
@@ -97,13 +97,13 @@ def one_step(leaf):
     return np.asarray(update), np.asarray(state.buckets.value[0].residual)[: g.size].reshape(g.shape)
 
 
-def test_two_workers_and_two_steps_worked_by_hand():
+def test_two_workers_and_two_steps_by_hand():
     """Worker 0 owns the first column, worker 1 the second."""
     g = np.array([[[4, -1], [2, -3]], [[2, 5], [6, -1]]], np.float32)
     runner = Runner(gcjax.onebit_compress(axis_name="data"), {"a": g[0]}, 2)
     update = runner.step({"a": g})["a"]
-    # Column 0: (4, 2) of worker 0 and (4, 4) for (2, 6) of worker 1 make (4, 3), which becomes (3.5, 3.5).
-    # Column 1: (-2, -2) for (-1, -3) of worker 0 and (5, -1) of worker 1 make (1.5, -1.5).
+    # Column 0: the mean of (4, 2) from worker 0 and (4, 4) for (2, 6) from worker 1 is (4, 3), sent as (3.5, 3.5).
+    # Column 1: the mean of (-2, -2) for (-1, -3) from worker 0 and (5, -1) from worker 1 is (1.5, -1.5).
     assert update[0].tolist() == update[1].tolist() == [[3.5, 1.5], [3.5, -1.5]]
     first, second = residuals(runner.state, 2, [4])
     assert first[0].tolist() == [1.0, 1.0, -1.0, -1.0]  # column 0: twice the error of the mean
@@ -113,19 +113,19 @@ def test_two_workers_and_two_steps_worked_by_hand():
     assert not np.any(residuals(runner.state, 2, [4]))
 
 
-def test_the_code_of_two_columns_worked_by_hand():
+def test_words_by_hand():
     columns = np.ones((34, 2), np.float32)
     columns[[1, 33], 0] = [-2.0, -4.0]
     columns[2, 0] = 33.0
     matrix = onebit._Matrix(np.array([34, 34]), False, comm_for_axes(()))
     words, means = matrix.encode(jnp.asarray(columns), matrix.heights)
     assert words.tolist() == [[0b10, 0], [0b10, 0]]
-    assert means.tolist() == [[2.0, 1.0], [-3.0, 0.0]]  # (31 + 33) / 32 and -6 / 2; no negative entry: zero
+    assert means.tolist() == [[2.0, 1.0], [-3.0, 0.0]]  # (31 + 33) / 32 and -6 / 2; zero without negative entries
     decoded = matrix.decode(onebit._code(words, means))
     assert decoded.tolist() == np.where(columns < 0, -3.0, [2.0, 1.0]).tolist()
 
 
-def test_no_two_values_have_a_smaller_squared_error_than_the_means():
+def test_the_means_minimise_the_squared_error():
     g = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     update, residual = one_step(g)
     np.testing.assert_allclose(update + residual, g, rtol=1e-6, atol=1e-7)
@@ -135,37 +135,37 @@ def test_no_two_values_have_a_smaller_squared_error_than_the_means():
             assert ((worse**2).sum(axis=0) > (residual**2).sum(axis=0)).all()
 
 
-def test_a_column_with_entries_of_one_sign_only_becomes_its_mean():
+def test_a_column_of_one_sign_becomes_its_mean():
     update, _ = one_step([[1.0, -1.0, 0.0], [2.0, -2.0, 0.0], [6.0, -6.0, -0.0]])
     assert update.tolist() == [[3.0, -3.0, 0.0]] * 3
 
 
-def test_columns_have_values_of_their_own():
+def test_every_column_has_its_own_values():
     assert one_step([[100.0, 1.0], [300.0, 3.0]])[0].tolist() == [[200.0, 2.0], [200.0, 2.0]]
     assert one_step([100.0, 1.0, 300.0, 3.0])[0].tolist() == [101.0] * 4  # a vector is a column
 
 
 @pytest.mark.parametrize("shape", [(1000,), (1, 1000), (1000, 1)])
-def test_what_has_one_row_or_column_is_cut_into_columns_of_512_entries(shape):
+def test_a_vector_is_divided_into_columns_of_512(shape):
     g = np.where(np.arange(1000) < 512, 100.0, 1.0) * np.where(np.arange(1000) % 3, 1, -1)
-    g[-1] = 489.0  # its own column has 163 negative and 325 other entries; the padding does not count
+    g[-1] = 489.0  # the second column has 163 negative and 325 other entries; the padding does not count
     expected = np.where(g < 0, np.where(np.arange(1000) < 512, -100.0, -1.0), np.where(np.arange(1000) < 512, 100.0, 1))
     expected[512:][g[512:] > 0] = 1 + 488 / np.count_nonzero(g[512:] > 0)
     np.testing.assert_allclose(one_step(g.reshape(shape))[0].ravel(), expected, rtol=1e-6)
 
 
-def test_a_column_costs_its_bits_and_two_floats_each_way():
+def test_wire_bytes_count_bits_and_two_floats_per_column():
     params = {"a": np.zeros((64, 16)), "b": np.zeros(40), "c": np.zeros(())}
     runner = Runner(gcjax.onebit_compress(axis_name="data"), params, 4)
     runner.step({name: np.ones((4, *x.shape), np.float32) for name, x in params.items()})
     info = gcjax.info(runner.state)
-    columns = 16 * (64 / 8 + 8) + 4 * (64 / 8 + 8)  # the two others, made four for the workers
-    assert info.wire_bytes - 2 * 3 / 4 * 4 == 3 / 4 * columns + 3 * columns / 4  # 4 bytes are the check for NaN
+    columns = 16 * (64 / 8 + 8) + 4 * (64 / 8 + 8)  # the columns of "b" and "c" are padded to four
+    assert info.wire_bytes - 2 * 3 / 4 * 4 == 3 / 4 * columns + 3 * columns / 4  # 4 bytes are for `all_finite`
     assert info.payload_bits.tolist() == [64 * 16 + 41 + 64 * (16 + 2)] * 4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_more_workers_than_are_unrolled_are_added_in_a_loop(transposed):
+def test_many_workers_are_added_in_a_loop(transposed):
     workers, rank, rows = 20, 3, 32
     comm = dataclasses.replace(comm_for_axes(()), size=workers, rank=lambda: jnp.int32(rank))
     matrix = onebit._Matrix(np.full(30, rows), transposed, comm)
@@ -186,7 +186,7 @@ def test_more_workers_than_are_unrolled_are_added_in_a_loop(transposed):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_workers_over_two_mesh_axes_work_like_as_many_over_one():
+def test_two_mesh_axes_equal_one():
     g = np.random.default_rng(0).normal(size=(8, 33, 21)).astype(np.float32)
     updates = []
     for shape, names in (((8,), ("a",)), ((2, 4), ("a", "b"))):
@@ -202,11 +202,11 @@ def test_workers_over_two_mesh_axes_work_like_as_many_over_one():
     np.testing.assert_array_equal(*updates)
 
 
+def without_residual(tx):
+    """The transform, with its first state in every step."""
+    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
+
+
 def test_without_its_residual_it_stalls():
-    tx = gcjax.onebit_compress(axis_name="data")
-
-    def forget(updates, state, params=None):
-        return tx.update(updates, state, params)[0], state
-
-    forgetful = optax.chain(optax.GradientTransformation(tx.init, forget), optax.sgd(decaying))
-    assert distance_after_training(forgetful) > 0.1
+    forgetful = without_residual(gcjax.onebit_compress(axis_name="data"))
+    assert distance_after_training(optax.chain(forgetful, optax.sgd(decaying))) > 0.1
