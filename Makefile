@@ -1,9 +1,9 @@
-# make demo | make test | make test-full | make lint | make bench: each sets up .venv on its first call and reuses it.
+# make demo | test | test-full | lint | bench | readme: each sets up .venv on its first call and reuses it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full lint bench clean
+.PHONY: demo test test-full lint bench readme clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
@@ -14,9 +14,9 @@ test: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# Every law on every number of workers, in shard_map and pmap.
+# Every law on every row and number of workers, in shard_map and pmap, compiled as users compile.
 test-full: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "full or not full"
+	GCJAX_TEST_OPTIMISED=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "full or not full"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format .
@@ -24,7 +24,10 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
-	$(BIN)/python bench/step.py
+	$(BIN)/python -m bench.step
+
+readme: $(VENV)/ready
+	$(BIN)/python tests/support/readme_table.py
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gcjax needs Python 3.11 or newer: make PYTHON=python3.11")'
