@@ -1,4 +1,4 @@
-"""DeMo's own claims: the transform, energy in few coefficients, fixed bytes, words by hand; what the decay costs."""
+"""demo_compress: the transform, energy in few coefficients, fixed bytes, words by hand, the effect of the decay."""
 
 import math
 
@@ -24,13 +24,13 @@ def cosines(n):
 
 
 def parts(length, chunk):
-    """An axis in the fewest parts of equal length up to `chunk`: (number, length)."""
+    """(number, length) of the fewest equal parts of an axis, at most `chunk` long."""
     number = math.ceil(length / chunk)
     return number, math.ceil(length / number)
 
 
 class LeafOracle:
-    """One leaf of one worker: delta as a matrix, filled up to whole chunks."""
+    """One leaf of one worker: delta as a matrix, padded to whole chunks."""
 
     def __init__(self, shape, top_k, chunk, decay):
         size = math.prod(shape)
@@ -47,7 +47,7 @@ class LeafOracle:
         self.delta = np.zeros((down * self.height, across * self.width))
 
     def step(self, g):
-        """Returns what the receivers see."""
+        """What the receivers see of the gradient g."""
         taken = np.zeros(self.rows * self.columns)
         taken[: self.size] = g
         self.delta *= self.decay
@@ -95,8 +95,7 @@ def row(name, rare=False, **options):
 ROWS = [row("padded", top_k=3, chunk=6, decay=1.0), row("decay", rare=True, top_k=8, chunk=64, decay=0.5)]
 
 
-# Without the sign that DeMo takes: each step of that is as large as the learning rate, so that it ends a few of them
-# away from the optimum, see tests/test_demo.py.
+# Without DeMo's sign, with which every step is as long as the learning rate: see the last test of training.
 def chain(axis_name, learning_rate):
     return optax.chain(gcjax.demo_compress(axis_name=axis_name), optax.scale_by_learning_rate(learning_rate))
 
@@ -119,18 +118,18 @@ def bucket_of(*shapes):
     return layout_of([jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]).buckets[0]
 
 
-def cut(shape, chunk=64):
+def divided(shape, chunk=64):
     """(grid, chunk) of a leaf."""
-    ((found,),) = demo._cut(bucket_of(shape), chunk).values()
-    return found.grid, found.chunk
+    ((leaf,),) = demo._chunks_by_size(bucket_of(shape), chunk).values()
+    return leaf.grid, leaf.chunk
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (7,), (64,), (64, 64), (5, 3, 4), (90, 100)])
-def test_coefficients_are_those_of_scipy_but_for_a_power_of_two_and_the_inverse_gives_the_entries_back(shape):
+def test_coefficients_equal_scipys_and_are_invertible(shape):
     bucket = bucket_of(shape)
     x = RNG.normal(size=bucket.size).astype(np.float32)
     (coefficients,) = demo._coefficients(jnp.asarray(x), bucket, 64)
-    (down, across), (height, width) = cut(shape)
+    (down, across), (height, width) = divided(shape)
     chunks = x.reshape(down, height, across, width).swapaxes(1, 2)
     truth = scipy.fft.dctn(chunks.astype(np.float64), type=2, norm="ortho", axes=(2, 3)).swapaxes(2, 3).reshape(-1)
     unit = demo._cosines(height)[1] * demo._cosines(width)[1]
@@ -145,34 +144,34 @@ def test_no_coefficient_is_larger_than_the_largest_entry(n):
     assert 0.5 < np.abs(matrix).sum(1).max() / unit < 1 + 1e-9
 
 
-def test_axes_are_cut_into_the_fewest_equal_chunks_and_long_vectors_into_rows():
-    assert cut((768, 3072)) == ((12, 48), (64, 64))
-    assert cut((300, 97)) == ((5, 2), (60, 49))  # the divisors nearest to 64 are 60 and 1
-    assert cut((50257, 8)) == ((786, 1), (64, 8))
-    assert cut((3, 3, 16, 32)) == ((3, 1), (48, 32))
-    assert cut((96,)) == ((1, 2), (1, 48))
-    assert cut((4096,)) == ((1, 64), (1, 64))
-    assert cut((4097,)) == ((2, 1), (33, 64))
-    assert cut((100, 3), chunk=1) == ((100, 3), (1, 1))
+def test_axes_are_divided_into_the_fewest_equal_chunks():
+    assert divided((768, 3072)) == ((12, 48), (64, 64))
+    assert divided((300, 97)) == ((5, 2), (60, 49))  # the largest divisors up to 64 are 60 and 1
+    assert divided((50257, 8)) == ((786, 1), (64, 8))
+    assert divided((3, 3, 16, 32)) == ((3, 1), (48, 32))
+    assert divided((96,)) == ((1, 2), (1, 48))
+    assert divided((4096,)) == ((1, 64), (1, 64))
+    assert divided((4097,)) == ((2, 1), (33, 64))
+    assert divided((100, 3), chunk=1) == ((100, 3), (1, 1))
 
 
 @pytest.mark.parametrize(("size", "k"), [(4096, 32), (4032, 32), (3599, 8), (47, 32), (20, 32), (512, 32), (64, 1)])
 def test_the_largest_of_each_row_are_found_exactly(size, k):
     x = RNG.integers(-40, 41, (9, size)).astype(np.float32)  # with many ties
     x[0], x[1] = 0, 7
-    places = np.asarray(demo._largest(jnp.asarray(x), k))
-    assert places.shape == (9, min(k, size))
-    for row, found in zip(x, places, strict=True):
+    indices = np.asarray(demo._largest(jnp.asarray(x), k))
+    assert indices.shape == (9, min(k, size))
+    for entries, found in zip(x, indices, strict=True):
         assert len(set(found.tolist())) == len(found)
-        np.testing.assert_array_equal(np.sort(np.abs(row[found])), np.sort(np.abs(row))[-len(found) :])
+        np.testing.assert_array_equal(np.sort(np.abs(entries[found])), np.sort(np.abs(entries))[-len(found) :])
 
 
 SCHEDULED = optax.inject_hyperparams(gcjax.demo_compress, static_args=("top_k", "chunk"))  # the decay is traced
 
 
 @pytest.mark.parametrize("make", [gcjax.demo_compress, SCHEDULED], ids=["fixed", "traced"])
-def test_sum_and_decay_worked_by_hand(make):
-    # Of two entries the coefficients are sum and difference over sqrt(2). What is left of (3, 1) is its difference.
+def test_sum_and_decay_by_hand(make):
+    # The coefficients of two entries are sum and difference over sqrt(2). After (3, 1) the difference is left.
     gradients = [jnp.array([3.0, 1.0]), jnp.zeros(2), jnp.zeros(2)]
     (first, second, third), state = stepped(make(top_k=1, decay=0.5), gradients)
     np.testing.assert_allclose(first, [2, 2], rtol=1e-6)
@@ -185,14 +184,14 @@ def test_words_by_hand():
     g = {"pairs": jnp.array([3.0, 1.0, 1.0, -4.0]), "scalar": jnp.float32(-7.0)}
     tx = gcjax.demo_compress(top_k=1, chunk=2)
     (words,), info = messages(tx, g)
-    # The chunk of one entry first: place 0. Then the sum of the first pair, place 0, and the difference of the second.
+    # Index 0 of the chunk with one entry, index 0 of the first pair (its sum), index 1 of the second (its difference).
     assert words[:2].tolist() == [0, 1]
     np.testing.assert_allclose(words[2:].view(np.float32), [-7, 4 / 2**0.5 / 2, 5 / 2**0.5 / 2], rtol=1e-6)
     assert info.payload_bits == 3 * 48
     assert info.sent == 3
 
 
-def test_a_smooth_gradient_is_sent_nearly_whole_and_noise_hardly():
+def test_a_smooth_gradient_needs_few_coefficients():
     at = np.linspace(-1, 1, 128, dtype=np.float32)
     smooth = np.exp(-3 * (at[:, None] - 0.3) ** 2) * np.sin(4 * at + 1)
     noise = RNG.normal(size=(128, 128)).astype(np.float32)
@@ -206,7 +205,7 @@ def test_a_smooth_gradient_is_sent_nearly_whole_and_noise_hardly():
     assert 0.85 < share_left(noise) <= 1 - 32 / 4096
 
 
-def test_the_message_is_of_one_size_whatever_the_gradient():
+def test_the_message_has_a_fixed_size():
     params = {"matrix": np.zeros((130, 70)), "vector": np.zeros(100)}  # chunks of 44 x 35 and of 50 entries
     runner = Runner(gcjax.demo_compress(axis_name="data"), params, 4)
     coefficients = 6 * 32 + 2 * 32
@@ -214,23 +213,23 @@ def test_the_message_is_of_one_size_whatever_the_gradient():
         runner.step({"matrix": g.astype(np.float32), "vector": np.ones((4, 100), np.float32)})
         info = gcjax.info(runner.state)
         assert info.payload_bits.tolist() == [48 * coefficients] * 4
-        assert info.wire_bytes == 3 * 6 * coefficients + 2 * 3 / 4 * 4  # 4 bytes are the check for NaN
+        assert info.wire_bytes == 3 * 6 * coefficients + 2 * 3 / 4 * 4  # 4 bytes are for `all_finite`
 
 
-def test_each_coefficient_is_averaged_over_all_workers_not_only_those_that_sent_it():
+def test_coefficients_are_averaged_over_all_workers():
     tx = gcjax.demo_compress(top_k=1, axis_name="data")
     gradients = np.array([[4.0, 4.0], [1.0, -1.0], [2.0, 2.0], [0.0, 0.0]], np.float32)
     update = Runner(tx, {"x": gradients[0]}, 4).step({"x": gradients})["x"][0]
     np.testing.assert_allclose(update, [1.75, 1.25], rtol=1e-6)
 
 
-def test_entries_near_the_end_of_the_range_do_not_overflow():
+def test_entries_near_the_end_of_float32_do_not_overflow():
     (update,), state = stepped(gcjax.demo_compress(), [jnp.full((64, 64), 1e38)])
     np.testing.assert_allclose(update, 1e38, rtol=1e-5)
     assert np.isfinite(gcjax.info(state).residual_norm).all()
 
 
-def test_with_the_sign_it_ends_within_a_few_learning_rates_of_the_optimum_and_without_memory_it_stalls():
+def test_training_with_and_without_sign_and_memory():
     def distance(*end, **options):
         tx = gcjax.demo_compress(top_k=4, chunk=8, axis_name="data", **options)
         return distance_after_training(optax.chain(tx, *end, optax.scale_by_learning_rate(decaying)), 500)

@@ -1,4 +1,4 @@
-"""DRIVE's own claims: the transform, errors by the papers' figures, their mean, words by hand; where it is biased."""
+"""drive_compress: the transform, the papers' errors, their mean, words by hand, and where it is biased."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def sylvester(d):
 
 
 def signs_of(words, count):
-    """The changes of sign of a rotation: entry i is turned where bit i % 32 of the hash of i // 32 is set."""
+    """The signs of a rotation: that of entry i is negative where bit i % 32 of the hash of i // 32 is set."""
     hashes = hash_bits(words, np.arange(-(-count // 32)))
     return np.array([-1.0 if int(hashes[i // 32]) >> (i % 32) & 1 else 1.0 for i in range(count)])
 
@@ -39,7 +39,7 @@ def quantised(u, levels):
 
 
 class DriveOracle:
-    """In float64. A leaf of 256 entries and more goes in blocks of 256, the last one filled up with zeros."""
+    """In float64. A leaf of at least 256 entries is rotated in blocks of 256, the last one padded with zeros."""
 
     def __init__(self, workers, sizes, bits, feedback):
         self.sizes, self.levels, self.feedback = sizes, LEVELS[bits], feedback
@@ -92,7 +92,7 @@ def row(bits, feedback):
 ROWS = [row(1, False), row(3, True)]
 
 
-# All leaves of that model are small and go as they are; tests/test_drive.py has a larger one.
+# The leaves of tests/laws/test_convergence.py are too small to be rotated; the last test here trains a larger model.
 def chain(axis_name, learning_rate):
     return optax.chain(gcjax.drive_compress(key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
 
@@ -112,7 +112,7 @@ def relative_error(y, x):
 
 
 @pytest.mark.parametrize("block", drive.BLOCKS)
-def test_the_transform_is_scipys_hadamard_matrix_but_for_the_order_and_is_its_own_inverse(block):
+def test_hadamard_equals_scipys_and_is_its_own_inverse(block):
     x = np.random.default_rng(0).integers(-8, 9, (2, block)).astype(np.float32)  # sums stay exact
     z = drive._hadamard(jnp.asarray(x).reshape(-1), block)
     np.testing.assert_array_equal(np.asarray(drive._hadamard(z, block)).reshape(2, block), block * x)
@@ -122,7 +122,7 @@ def test_the_transform_is_scipys_hadamard_matrix_but_for_the_order_and_is_its_ow
         np.testing.assert_array_equal(in_order, x @ scipy.linalg.hadamard(block))
 
 
-def test_the_levels_are_the_best_for_a_normal_number():
+def test_levels_are_optimal_for_a_normal_number():
     for levels in list(drive.LEVELS.values())[1:]:
         edges = [0, *[(a + b) / 2 for a, b in itertools.pairwise(levels)], np.inf]
         for low, high, level in zip(edges[:-1], edges[1:], levels, strict=True):
@@ -131,9 +131,7 @@ def test_the_levels_are_the_best_for_a_normal_number():
 
 # Squared errors of the best levels for a normal number (Max 1960); for signs the papers' pi / 2 - 1 and 1 - 2 / pi.
 @pytest.mark.parametrize(("bits", "distortion"), [(1, 1 - 2 / math.pi), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_the_error_is_that_of_the_best_levels_with_the_scale_of_least_error_and_more_with_the_unbiased_one(
-    bits, distortion
-):
+def test_squared_errors_equal_those_of_the_papers(bits, distortion):
     least = relative_error(update_of(NORMAL, bits=bits, feedback=True), NORMAL)
     unbiased = relative_error(update_of(NORMAL, bits=bits), NORMAL)
     assert least == pytest.approx(distortion, rel=0.03)
@@ -156,28 +154,28 @@ def test_the_mean_over_many_keys_is_the_gradient(bits):
     assert np.mean(error**2) < 1 + 5 * (2 / len(x)) ** 0.5
 
 
-def test_in_a_small_block_the_mean_is_off_by_a_hundredth_of_the_gradient_as_documented():
+def test_the_bias_of_a_small_block_is_about_a_hundredth():
     x = NORMAL[:256] * np.linspace(0.1, 3, 256, dtype=np.float32)
     mean, standard_error = mean_of_many(x, bits=1, keys=3000)
     bias_squared = np.sum((mean - x) ** 2) - np.sum(standard_error**2)
     assert bias_squared < 0.02**2 * np.sum(x**2)
 
 
-def test_the_errors_of_workers_are_independent_so_that_eight_have_an_eighth_of_one():
+def test_eight_workers_have_an_eighth_of_the_error():
     x = NORMAL[: 1 << 14]
     tx = gcjax.drive_compress(key=KEY, axis_name="data")
     update = Runner(tx, {"x": x}, 8).step({"x": np.stack([x] * 8)})["x"][0]
     assert relative_error(update, x) == pytest.approx((math.pi / 2 - 1) / 8, rel=0.05)
 
 
-def test_of_two_entries_the_larger_comes_out_too_large_and_the_smaller_not_at_all():
-    """As documented: all signs are those of the larger one. Worked by hand; (a*a + b*b) / a = 2.5."""
+def test_the_larger_of_two_entries_becomes_too_large():
+    """All signs are those of the larger entry, and (a * a + b * b) / a = 2.5. The smaller entry becomes zero."""
     g = jnp.zeros(256).at[jnp.array([7, 200])].set(jnp.array([2.0, -1.0]))
     np.testing.assert_array_equal(update_of(g), jnp.zeros(256).at[7].set(2.5))
 
 
-def test_where_two_entries_cancel_in_the_rotation_the_sign_is_plus():
-    """Half of the rotated entries are 0: they add a vector to the gradient's own, at 0 and at 7 ^ 200. By hand."""
+def test_entries_that_cancel_when_rotated_are_sent_as_plus():
+    """Half of the rotated entries are 0. Sent as plus, they add entries 0 and 7 ^ 200 to the update."""
     signs = signs_of(seed_words(KEY, 0, rank=0), 256)
     expected = np.zeros(256)
     expected[[7, 200]] = 1
@@ -185,7 +183,7 @@ def test_where_two_entries_cancel_in_the_rotation_the_sign_is_plus():
     np.testing.assert_array_equal(update_of(jnp.zeros(256).at[jnp.array([7, 200])].set(1.0)), expected)
 
 
-def test_with_feedback_the_smaller_of_two_entries_follows_in_the_next_step():
+def test_with_feedback_the_smaller_entry_is_sent_next():
     g = jnp.zeros(256).at[jnp.array([7, 200])].set(jnp.array([2.0, -1.0]))
     tx = gcjax.drive_compress(feedback=True, key=KEY)
     step = jax.jit(tx.update)
@@ -196,34 +194,34 @@ def test_with_feedback_the_smaller_of_two_entries_follows_in_the_next_step():
     assert gcjax.info(state).residual_norm == 0
 
 
-def test_the_words_of_a_single_entry_by_hand():
+def test_words_by_hand():
     g = {"rotated": jnp.zeros(300).at[1].set(3.0), "small": jnp.array([1.0, -2.0])}
     tx = gcjax.drive_compress(bits=2, key=KEY)
     (words,), info = messages(tx, g)
     seeds = seed_words(KEY, 0, rank=0)
     hashes = hash_bits(seeds, np.arange(11))
-    turned = [int(hashes[i // 32]) >> (i % 32) & 1 for i in (1, 320, 321)]
+    flipped = [int(hashes[i // 32]) >> (i % 32) & 1 for i in (1, 320, 321)]
     assert words[:2].tolist() == seeds.tolist()
-    assert words[2:4].view(np.float32).tolist() == [-1.0 if turned[1] else 1.0, 2.0 if turned[2] else -2.0]
-    # All rotated entries are 3 / 16, on the upper level; 300 entries are two blocks, the second one of zeros.
+    assert words[2:4].view(np.float32).tolist() == [-1.0 if flipped[1] else 1.0, 2.0 if flipped[2] else -2.0]
+    # All rotated entries are 3 / 16, the upper level. 300 entries make two blocks, the second one of zeros.
     scale = words[4:6].view(np.float32)
     assert scale[0] == pytest.approx(3 / 256 / 1.5104, rel=1e-6)
     assert scale[1] == 0
     level, sign = words[6:].reshape(2, 32)
     assert level[:8].tolist() == [0xFFFFFFFF] * 8
     assert level[8:16].tolist() == [0] * 8
-    # Row 1 of the Hadamard matrix alternates; the block's order is by columns of 16.
-    assert sign[:8].tolist() == [0x0000FFFF if turned[0] else 0xFFFF0000] * 8
+    # Row 1 of the Hadamard matrix alternates; the entries of the block are in columns of 16.
+    assert sign[:8].tolist() == [0x0000FFFF if flipped[0] else 0xFFFF0000] * 8
     assert info.payload_bits == 64 + 2 * 32 + 2 * 32 + 2 * 2 * 256
 
 
 @pytest.mark.parametrize("exponent", [-100, 120])
-def test_magnitudes_far_from_one_are_coded_alike(exponent):
+def test_a_power_of_two_as_scale_changes_nothing(exponent):
     unit = np.float32(2.0) ** exponent
     np.testing.assert_array_equal(update_of(NORMAL[:1024] * unit), update_of(NORMAL[:1024]) * unit)
 
 
-def test_the_error_of_a_leaf_does_not_reach_another():
+def test_the_error_of_a_leaf_stays_in_it():
     g = {
         "large": jnp.full(300, 1e30),
         "scalar": jnp.float32(1.25),
@@ -237,7 +235,7 @@ def test_the_error_of_a_leaf_does_not_reach_another():
 
 
 @pytest.mark.full
-def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased_method_and_faster_with_feedback():
+def test_training_reaches_the_common_optimum():
     shapes = {"matrix": (30, 10), "vector": (300,)}
 
     def distance(steps, **options):
@@ -245,7 +243,7 @@ def test_workers_that_disagree_come_to_the_common_optimum_as_fast_as_an_unbiased
         return distance_after_training(optax.chain(tx, optax.sgd(decaying)), steps, shapes)
 
     early, late = distance(300), distance(2000)
-    assert late < early / 2  # all noise would fall to early / 2.6
+    assert late < early / 2  # an unbiased method would reach early / 2.6
     assert late < 0.03
     assert distance(1000, feedback=True) < 0.008
 
