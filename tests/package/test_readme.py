@@ -1,17 +1,18 @@
 """The README does what it says."""
 
-import pathlib
 import re
 
-import pytest
+import readme_table
+from rows import methods
 
 import gcjax
+from gcjax.methods import METHODS
 
-ROOT = pathlib.Path(__file__).parents[2]
+README = readme_table.README.read_text()
 
 
 def test_code_blocks_run_in_order(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) >= 5
     names = {}
     for block in blocks:
@@ -20,25 +21,20 @@ def test_code_blocks_run_in_order(capsys):
     assert names["sent"].wire_bytes > 0
 
 
-def test_exports_readme_and_tests_list_the_same_methods():
-    from rows import methods
+def test_table_of_methods_is_current():
+    assert README.count(readme_table.BEGIN) == README.count(readme_table.END) == 1
+    assert readme_table.with_table(README) == README, "run python tests/support/readme_table.py"
 
+
+def test_every_method_has_a_row_and_a_law():
     exported = {name for name in gcjax.__all__ if name.endswith("_compress")}
-    in_readme = set(re.findall(r"^\| `(\w+_compress)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert exported == in_readme == {row.public for row in methods()}
+    in_readme = set(re.findall(r"^\| `(\w+_compress)", README, re.MULTILINE))
+    assert exported == {f"{name}_compress" for name in METHODS} == in_readme
+    assert exported == {row.public for row in methods()}
 
 
-@pytest.mark.full
-def test_doctests_of_the_methods_run():
-    import doctest
-    import importlib
-    import pkgutil
-
-    import gcjax.methods
-
-    names = [f"gcjax.methods.{found.name}" for found in pkgutil.iter_modules(gcjax.methods.__path__)]
-    for name in [*names, "gcjax._core.delay"]:
-        module = importlib.import_module(name)
-        result = doctest.testmod(module)
-        assert result.attempted > 0
-        assert result.failed == 0
+def test_links_lead_to_files():
+    pages = [readme_table.README, readme_table.README.parent / "bench/results/training.md"]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)\)", page.read_text())]
+    assert len(links) > 15
+    assert [link for page, link in links if not (page.parent / link).exists()] == []

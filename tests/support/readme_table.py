@@ -1,0 +1,29 @@
+"""The table of methods in the README. Run as a script, it writes the table into README.md."""
+
+import pathlib
+
+from gcjax.methods import METHODS
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
+BEGIN = "<!-- methods: made by python tests/support/readme_table.py -->\n"
+END = "<!-- end of methods -->\n"
+HEADER = ("transform", "sends", "bytes for N parameters", "keeps a residual", "source")
+
+
+def table() -> str:
+    """The rows of `METHODS` as a Markdown table."""
+    rows = [HEADER, *(row for method in METHODS.values() for row in method.readme)]
+    lines = [" ".join(["|", *(f"{cell} |" if cell else "|" for cell in row)]) for row in rows]
+    lines.insert(1, "|" + "---|" * len(HEADER))
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    """The README's text with the present table between the two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
