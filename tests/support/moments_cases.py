@@ -1,27 +1,31 @@
-"""Losses over a batch, one per kind of sink or trap: name -> function giving (loss_fn, params, batch)."""
+"""Losses over a batch, one per kind of sink or trap. `CASES`: name -> function that makes (loss, params, batch)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 SIZE = 6
-
-
-def quick_jit(fn):
-    """jax.jit that spends its time on running small tests rather than on optimising their code."""
-    return jax.jit(
-        fn, compiler_options={"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-    )
+TOKENS = np.array([[1, 1, 2, 0], [0, 0, 0, 0], [3, 1, 3, 1], [8, 7, 6, 5], [2, 2, 8, 8], [4, 4, 4, 1]])
 
 
 def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.5)
 
 
-def assert_close(got, want, rtol=1e-12):
+def batch_of(*shape):
+    """Samples of this shape, and a factor `s` on the loss of each."""
+    return {"x": draw(1, SIZE, *shape), "s": draw(2, SIZE)}
+
+
+def batch_of_tokens():
+    """Each sample has four tokens below 9. Some occur twice in a sample."""
+    return {"x": jnp.asarray(TOKENS), "s": draw(2, SIZE)}
+
+
+def assert_close(got, want, rtol=1e-12, name=""):
     """Compare trees, relative to the largest entry of all leaves: some true gradients are zero."""
     largest = max(np.max(np.abs(w), initial=0.0) for w in jax.tree.leaves(want))
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=rtol * largest), got, want)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=rtol * largest, err_msg=name), got, want)
 
 
 def mean_square(y):
@@ -33,8 +37,25 @@ def scaled(y, batch):
     return jnp.mean(batch["s"] * jnp.sum(jnp.sin(y).reshape(y.shape[0], -1), axis=1))
 
 
-def images(*space, channels=4):
-    return {"x": draw(1, SIZE, *space, channels), "s": draw(2, SIZE)}
+def net(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["v"] - batch["y"]) ** 2)
+
+
+def weighted_net(params, batch):
+    """A sum of per-sample losses with weights."""
+    errors = (jnp.tanh(batch["x"] @ params["w"] + params["b"]) @ params["v"] - batch["y"]) ** 2
+    return jnp.sum(batch["weight"] * errors)
+
+
+def net_data(size=SIZE, dtype=jnp.float32):
+    """Parameters and a batch for `net`."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {"w": normal(5, 7), "b": normal(7), "v": normal(7)}, {"x": normal(size, 5), "y": normal(size)}
 
 
 def dense():
@@ -43,7 +64,7 @@ def dense():
     def loss(p, batch):
         return scaled(jnp.tanh(batch["x"] @ p["w"] + p["b"]) @ p["v"], batch)
 
-    return loss, params, {"x": draw(1, SIZE, 5), "s": draw(2, SIZE)}
+    return loss, params, batch_of(5)
 
 
 def dense_with_positions():
@@ -60,7 +81,7 @@ def einsum_heads():
         out = jnp.einsum("bhtk,hkd->btd", jnp.tanh(heads), p["o"])
         return scaled(out, batch) + scaled(experts, batch)
 
-    return loss, params, {"x": draw(1, SIZE, 4, 5), "s": draw(2, SIZE)}
+    return loss, params, batch_of(4, 5)
 
 
 def conv(shape, kernel, channels=4, **keywords):
@@ -71,7 +92,7 @@ def conv(shape, kernel, channels=4, **keywords):
             y = jax.lax.conv_general_dilated(batch["x"], p["k"], dimension_numbers=numbers, **keywords)
             return scaled(jnp.tanh(y), batch)
 
-        return loss, {"k": draw(3, *kernel)}, images(*shape, channels=channels)
+        return loss, {"k": draw(3, *kernel)}, batch_of(*shape, channels)
 
     return case
 
@@ -81,7 +102,7 @@ def conv_transposed():
         y = jax.lax.conv_transpose(batch["x"], p["k"], (2, 2), "SAME")
         return scaled(jnp.tanh(y), batch)
 
-    return loss, {"k": draw(3, 3, 3, 4, 5)}, images(5, 6)
+    return loss, {"k": draw(3, 3, 3, 4, 5)}, batch_of(5, 6, 4)
 
 
 def conv_channels_first():
@@ -89,18 +110,17 @@ def conv_channels_first():
         y = jax.lax.conv(batch["x"], p["k"], (2, 1), "SAME")
         return scaled(jax.nn.relu(y), batch)
 
-    return loss, {"k": draw(3, 7, 4, 3, 2)}, {"x": draw(1, SIZE, 4, 6, 5), "s": draw(2, SIZE)}
+    return loss, {"k": draw(3, 7, 4, 3, 2)}, batch_of(4, 6, 5)
 
 
 def embedding(look_up):
     def case():
-        tokens = jnp.array([[1, 1, 2, 0], [0, 0, 0, 0], [3, 1, 3, 1], [8, 7, 6, 5], [2, 2, 8, 8], [4, 4, 4, 1]])
         params = {"t": draw(3, 9, 5), "w": draw(4, 5, 3)}
 
         def loss(p, batch):
             return scaled(jnp.tanh(look_up(p["t"], batch["x"]) @ p["w"]), batch)
 
-        return loss, params, {"x": tokens, "s": draw(2, SIZE)}
+        return loss, params, batch_of_tokens()
 
     return case
 
@@ -119,7 +139,7 @@ def weight_and_its_transpose():
     def loss(p, batch):
         return scaled(jnp.tanh(batch["x"] @ p["w"]) @ p["w"].T + 3 * batch["x"], batch)
 
-    return loss, {"w": draw(3, 5, 7)}, {"x": draw(1, SIZE, 5), "s": draw(2, SIZE)}
+    return loss, {"w": draw(3, 5, 7)}, batch_of(5)
 
 
 def scanned_blocks(checkpoint=False, unroll=1):
@@ -133,7 +153,7 @@ def scanned_blocks(checkpoint=False, unroll=1):
             step = jax.checkpoint(block) if checkpoint else block
             return scaled(jax.lax.scan(step, batch["x"], p, unroll=unroll)[0], batch)
 
-        return loss, params, {"x": draw(1, SIZE, 3, 5), "s": draw(2, SIZE)}
+        return loss, params, batch_of(3, 5)
 
     return case
 
@@ -165,7 +185,7 @@ def rnn(tied=False, reverse=False):
             last, all_h = jax.lax.scan(step, start, jnp.swapaxes(batch["x"], 0, 1), reverse=reverse)
             return scaled(last, batch) + mean_square(jnp.swapaxes(all_h, 0, 1))
 
-        return loss, params, {"x": draw(1, SIZE, 7, 5), "s": draw(2, SIZE)}
+        return loss, params, batch_of(7, 5)
 
     return case
 
@@ -183,7 +203,7 @@ def layers_of_rnns():
 
         return scaled(jnp.swapaxes(jax.lax.scan(layer, jnp.swapaxes(batch["x"], 0, 1), p)[0], 0, 1), batch)
 
-    return loss, params, {"x": draw(1, SIZE, 5, 4), "s": draw(2, SIZE)}
+    return loss, params, batch_of(5, 4)
 
 
 def rnn_of_shared_layers():
@@ -196,7 +216,7 @@ def rnn_of_shared_layers():
         start = jnp.zeros((batch["x"].shape[0], 4))
         return scaled(jax.lax.scan(outer, start, jnp.swapaxes(batch["x"], 0, 1))[0], batch)
 
-    return loss, {"w": draw(3, 4, 4)}, {"x": draw(1, SIZE, 5, 4), "s": draw(2, SIZE)}
+    return loss, {"w": draw(3, 4, 4)}, batch_of(5, 4)
 
 
 def rnn_with_masked_weight():
@@ -210,7 +230,7 @@ def rnn_with_masked_weight():
         start = jnp.zeros((batch["x"].shape[0], 4))
         return scaled(jax.lax.scan(step, start, (jnp.swapaxes(batch["x"], 0, 1), draw(9, 5, 4, 4)))[0], batch)
 
-    return loss, {"w": draw(3, 4, 4)}, {"x": draw(1, SIZE, 5, 4), "s": draw(2, SIZE)}
+    return loss, {"w": draw(3, 4, 4)}, batch_of(5, 4)
 
 
 def conv_over_time():
@@ -222,7 +242,7 @@ def conv_over_time():
         xs = jnp.moveaxis(batch["x"], 1, 0)
         return scaled(jax.lax.scan(step, jnp.ones_like(xs[0]), xs)[0], batch)
 
-    return loss, {"k": draw(3, 3, 3, 2, 2)}, {"x": draw(1, SIZE, 3, 4, 4, 2), "s": draw(2, SIZE)}
+    return loss, {"k": draw(3, 3, 3, 2, 2)}, batch_of(3, 4, 4, 2)
 
 
 def embedding_over_time():
@@ -233,8 +253,7 @@ def embedding_over_time():
         start = jnp.zeros((batch["x"].shape[0], 3))
         return scaled(jax.lax.scan(step, start, batch["x"].T)[0], batch)
 
-    tokens = jnp.array([[1, 1, 2, 0], [0, 0, 0, 0], [3, 1, 3, 1], [2, 2, 2, 1], [2, 2, 0, 0], [4, 4, 4, 1]])
-    return loss, {"t": draw(3, 5, 3)}, {"x": tokens, "s": draw(2, SIZE)}
+    return loss, {"t": draw(3, 9, 3)}, batch_of_tokens()
 
 
 def factors_on_the_weight():
@@ -245,7 +264,7 @@ def factors_on_the_weight():
         hidden = jnp.tanh(batch["x"] @ (-3.0 * p["w"] * mask)) @ (p["v"] / 7.0)
         return scaled(hidden + batch["x"] @ (p["u"] * p["g"]) * 2.0, batch)
 
-    return loss, params, {"x": draw(1, SIZE, 2, 5), "s": draw(2, SIZE)}
+    return loss, params, batch_of(2, 5)
 
 
 def slices_and_joins_of_a_weight():
@@ -256,7 +275,7 @@ def slices_and_joins_of_a_weight():
         x = batch["x"]
         return scaled((x @ q) * jnp.cos(x @ k) + x @ jnp.concatenate([p["a"], p["b"]])[::-1], batch)
 
-    return loss, params, {"x": draw(1, SIZE, 3, 5), "s": draw(2, SIZE)}
+    return loss, params, batch_of(3, 5)
 
 
 def low_rank_weight():
@@ -265,7 +284,7 @@ def low_rank_weight():
     def loss(p, batch):
         return scaled(jnp.tanh(batch["x"] @ (p["w"] + 0.3 * p["a"] @ p["b"])), batch)
 
-    return loss, params, {"x": draw(1, SIZE, 3, 9), "s": draw(2, SIZE)}
+    return loss, params, batch_of(3, 9)
 
 
 def weight_norm():
@@ -275,7 +294,7 @@ def weight_norm():
         weight = p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)
         return scaled(jnp.tanh(batch["x"] @ weight), batch)
 
-    return loss, params, {"x": draw(1, SIZE, 3, 9), "s": draw(2, SIZE)}
+    return loss, params, batch_of(3, 9)
 
 
 def weight_decay_in_the_loss():
@@ -351,8 +370,7 @@ def custom_rules_that_start_from_something():
     def loss(p, batch):
         return scaled(layer(p["w"], jnp.tanh(look_up(p["t"], batch["x"]))), batch)
 
-    tokens = jnp.array([[1, 1, 2, 0], [0, 0, 0, 0], [3, 1, 3, 1], [8, 7, 6, 5], [2, 2, 8, 8], [4, 4, 4, 1]])
-    return loss, params, {"x": tokens, "s": draw(2, SIZE)}
+    return loss, params, batch_of_tokens()
 
 
 def control_flow_and_sorts():
@@ -364,7 +382,7 @@ def control_flow_and_sorts():
         h = jax.lax.fori_loop(0, 3, lambda i, h: jnp.cumsum(h, axis=-1) / 3, h)
         return scaled(jnp.linalg.solve(p["w"] + 9 * jnp.eye(5), h[..., None]), batch)
 
-    return loss, params, {"x": draw(1, SIZE, 5), "s": draw(2, SIZE)}
+    return loss, params, batch_of(5)
 
 
 def attention():
@@ -383,7 +401,7 @@ def attention():
         weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
         return scaled(x + jnp.einsum("bhts,bshk,hkd->btd", weights, v, p["out"]), batch)
 
-    return loss, params, {"x": draw(1, SIZE, 5, width), "s": draw(2, SIZE)}
+    return loss, params, batch_of(5, width)
 
 
 CASES = {

@@ -1,11 +1,11 @@
-"""Small networks drawn at random: the sinks against plain vmap of grad, in float64."""
+"""The sinks against plain vmap of grad on small random networks."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moments_cases import SIZE, assert_close, draw, quick_jit
+from moments_cases import SIZE, assert_close, draw
 
 from gcjax import value_and_moments
 
@@ -71,7 +71,7 @@ layer_lists = st.lists(
 
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(layers=layer_lists, share=st.booleans(), length=st.integers(1, 3), method=st.sampled_from(["sinks", "auto"]))
-def test_sinks_equal_vmap_of_grad_on_generated_networks(layers, share, length, method):
+def test_sinks_equal_vmap_of_grad_on_random_networks(layers, share, length, method):
     with jax.enable_x64(True):
         count = 1 if share else len(layers)
         params = [{"w": draw(3 + i, WIDTH, WIDTH), "b": draw(30 + i, WIDTH)} for i in range(count)]
@@ -84,7 +84,7 @@ def test_sinks_equal_vmap_of_grad_on_generated_networks(layers, share, length, m
                 x = x + y if residual else jnp.sin(y)
             return jnp.mean(batch["s"] * jnp.sum(jnp.square(x), axis=(1, 2)))
 
-        @quick_jit
+        @jax.jit
         def both(params, batch):
             _, moments = value_and_moments(loss, method=method, max_bytes=2000)(params, batch)
             grads = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, jax.tree.map(lambda a: a[:, None], batch))
