@@ -1,7 +1,9 @@
 """The table of methods in the README. Run as a script, it writes the table into README.md."""
 
+import inspect
 import pathlib
 
+import gcjax
 from gcjax.methods import METHODS
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -12,8 +14,12 @@ HEADER = ("transform", "sends", "bytes for N parameters", "keeps a residual", "s
 
 def table() -> str:
     """The rows of `METHODS` as a Markdown table."""
-    rows = [HEADER, *(row for method in METHODS.values() for row in method.readme)]
-    lines = [" ".join(["|", *(f"{cell} |" if cell else "|" for cell in row)]) for row in rows]
+    rows = [HEADER]
+    for name, method in METHODS.items():
+        call, *others = method.readme.split(" | ")
+        summary = inspect.getdoc(getattr(gcjax, f"{name}_compress")).split("\n")[0]
+        rows.append((call, summary.removeprefix("Sends ").removesuffix("."), *others))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(HEADER))
     return "\n".join(lines) + "\n"
 
