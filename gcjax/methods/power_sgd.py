@@ -1,21 +1,22 @@
-"""PowerSGD: every matrix as a product of two thin factors, found by one step of power iteration, with error feedback.
+"""PowerSGD: every matrix as a product of two thin factors from one step of power iteration, with error feedback.
 
 **Source.** Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization", NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
 
-**Wire format.** Two all-reduces of float32 per bucket: the left factors P of all matrices, r * n values each, and after
-them the leaves that are sent whole; then the right factors Q, r * m values each. Up to `start_step`, one all-reduce of
-everything; with a `start_step` above 0, on every step also one of an int32.
+**Wire format.** Two float32 all-reduces per bucket: the left factors P of all matrices, r * n values each, followed by
+the leaves that are sent whole; then the right factors Q, r * m values each. Before `start_step`, one all-reduce of
+everything. With a `start_step` above 0, every step also all-reduces an int32.
 
-**Deviations.** A leaf of shape (..., m) counts as an n x m matrix, n the product of the other axes: the paper's
-[outputs, rest] transposed, since the kernels of JAX's libraries have their outputs last. The bytes are the same. The
+**Deviations.** A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes: the paper's
+[outputs, rest] transposed, because the kernels of JAX's libraries have their outputs last. The bytes are the same. The
 columns of Q are scaled to length 1 before use, which changes nothing in exact arithmetic; without it M Q is of the
-order of the gradient squared, and small gradients are lost. A column of Q that has come out as zero is drawn anew; in
-the paper a single gradient of zero ends the search for good. Where the paper's code adds 1e-8 to lengths, Gram-Schmidt
-runs twice, and a column that depends on the earlier ones up to rounding becomes zero.
+order of the gradient squared, and small gradients underflow. A column of Q that became zero is drawn again; in the
+paper a single gradient of zero ends the search for good. Where the paper's code adds 1e-8 to lengths, Gram-Schmidt
+orthogonalises twice, and a column that depends on the earlier ones up to rounding becomes zero.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ from jax import lax
 
 from gcjax._jax_compat import zeros
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
-from gcjax._types import Array
+from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number, check_random_key
-from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report
+from gcjax.extend import Bucket, Comm, Compressor, SendReport, compress, dense_report
 
 
 @jax.tree_util.register_dataclass
@@ -35,11 +36,15 @@ from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report
 class PowerSGDState:
     """State of one worker and bucket.
 
-    accumulated: for each batch of b matrices float32[b, rows, columns], M, off which the product of the factors is
-      still to be taken: the same arithmetic as doing it at once, in one pass less.
-    left, right: for each batch float32[b, rank, rows] and [b, rank, columns], the columns of P and Q of the last
-      update, zero before the first. Equal on all workers.
-    whole: bool, the last update sent all of M.  step: int32, updates done.  layout: static.
+    Attributes:
+      accumulated: for each batch of b matrices float32[b, rows, columns]: M, from which `errors` subtracts the product
+        of the factors. Deferred to the next update, this takes one pass less.
+      left: for each batch float32[b, rank, rows], the columns of P of the last update, zero before the first. Equal on
+        all workers.
+      right: for each batch float32[b, rank, columns], the columns of Q, likewise.
+      whole: bool, the last update sent all of M.
+      step: int32, updates done.
+      layout: which leaves are matrices. Static.
     """
 
     accumulated: tuple[Array, ...]
@@ -55,59 +60,66 @@ class PowerSGDState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], what this worker has taken in less the updates; its mean over the workers is not yet sent."""
+        """float32[n], what this worker has taken in minus the updates; its mean over the workers is not yet sent."""
         return self.layout.join(self.errors(), jnp.zeros(self.bucket.entries))
 
     def errors(self) -> list[Array]:
-        """The same as matrices, e for each batch."""
+        """The residual as matrices: for each batch float32[b, rows, columns], e."""
         errors = []
         for batch, m, p, q in zip(self.layout.batches, self.accumulated, self.left, self.right, strict=True):
             p, q = p.reshape(len(batch), -1, batch.rows), q.reshape(len(batch), -1, batch.columns)
             e = m.reshape(len(batch), batch.rows, batch.columns)
-            for k in range(p.shape[1]):  # a matrix product would be a pass of its own; this XLA fuses with what follows
+            for k in range(p.shape[1]):  # not a matrix product: XLA fuses this with what follows
                 e = e - p[:, k, :, None] * q[:, k, None, :]
             errors.append(jnp.where(self.whole, 0, e))
         return errors
 
 
 def power_sgd_compress(
-    rank=2, *, key, min_rate=2.0, start_step=0, epsilon=1e-6, axis_name=None, inner_axis_name=None
+    rank: int = 2,
+    *,
+    key: Array,
+    min_rate: float = 2.0,
+    start_step: int = 0,
+    epsilon: float = 1e-6,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends two thin factors of every matrix; they add up over the workers, so that their number costs nothing.
+    r"""Sends two thin factors of every matrix, as all-reduces, whose cost does not grow with the number of workers.
 
     .. math::
         M = g + e, \qquad P = \mathrm{orth}(\mathrm{mean}(M Q)), \qquad Q \leftarrow \mathrm{mean}(M^\top P), \qquad
         e \leftarrow M - P Q^\top
 
     and the update is :math:`P Q^\top = P P^\top \mathrm{mean}(M)`: the mean over workers, projected on r directions.
-    Every step begins with the last one's Q, so that these follow the largest singular vectors. The e of a worker is its
-    own M less the common update; over the workers it adds up to what is not yet sent.
+    Every step starts from the last Q, so that the directions follow the largest singular vectors. A worker's e is its
+    own M minus the common update; the mean of e over the workers is what has not been sent yet.
 
-    A leaf of shape (..., m) is an n x m matrix, n the product of the other axes, and takes r (n + m) values on the wire
-    in place of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
+    A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes, and sends r (n + m) values
+    instead of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
 
-    Costs a float32 per parameter of the compressed leaves and r (n + m) per matrix in state; 8 r operations per
+    State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Time: 8 r operations per
     parameter. Momentum, weight decay and learning rate come after it:
     `optax.chain(gcjax.power_sgd_compress(key=key), optax.sgd(0.1, momentum=0.9, nesterov=True))`.
 
     Args:
-      rank: r, columns of the factors, 1 or more; 1 to 4 in the paper.
-      key: `jax.random.key(seed)`, the same on all workers.
-      min_rate: a matrix is compressed if that makes it at least so many times smaller, 1 or more.
-      start_step: updates during which everything is sent whole, while the gradient changes fast; 0 or more.
-      epsilon: a column of P of which no more than this share is left, after the earlier ones were taken out, counts as
-        zero; in [0, 1).
+      rank: r, columns of the factors, at least 1; 1 to 4 in the paper.
+      key: random key, made by `jax.random.key(seed)`; the same on all workers.
+      min_rate: a matrix is compressed if this makes it smaller by at least this factor, which is at least 1.
+      start_step: number of first updates, in which the gradient changes fast, that send everything whole.
+      epsilon: in [0, 1). A column of P counts as zero if no more than this share of it is left after its projection on
+        the earlier columns is removed.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. What `gcjax.info` counts as sent entries are the values on the wire.
 
     Raises:
-      TypeError: when rank or start_step is not an int, or key not a key.
+      TypeError: if rank or start_step is not an int, or key is not a key.
       ValueError: for a rank, min_rate, start_step or epsilon out of range.
 
     **Randomness**: shared; only for the first Q, drawn from a normal distribution, and for columns of Q that are zero.
-    **Bias**: biased, made up for by the residual. **Non-finite input**: the update is NaN on all workers and every
+    **Bias**: biased, which the residual corrects. **Non-finite input**: the update is NaN on all workers and every
     worker's state stays as it was. Singular values, summed over the workers, must stay below 3e38.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -141,41 +153,24 @@ def power_sgd_compress(
         del sum_grad_squared
         layout = state.layout
         taken, others = layout.take(gradient)
-        # Chosen entry by entry: a conditional around the whole step would make XLA copy the state.
+        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
         matrices = tuple(
             jnp.where(all_finite, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
         )
-        fill = jnp.where(all_finite, 0, jnp.nan)
-
-        def low_rank(comm: Comm):
-            draws = [_draw(key, state.step, batch, rank) for batch in layout.batches]
-            start = [_fresh(q, draw) for q, draw in zip(state.right, draws, strict=True)]
-            left = [multiply("brm,bnm->brn", q, m) for q, m in zip(start, matrices, strict=True)]
-            *left, mean_others = _means([*left, others], comm)
-            left = [orthonormal(p, epsilon) for p in left]
-            right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
-            right = _means(right, comm) if right else []
-            out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
-            return layout.join(out, mean_others + fill), left, right
-
-        def dense(comm: Comm):
-            *out, mean_others = _means([*matrices, others], comm)
-            mean = layout.join([y + fill for y in out], mean_others + fill)
-            none = [
-                [zeros(factor.shape, factor.dtype, mean) for factor in factors] for factors in (state.left, state.right)
-            ]
-            return mean, *none
+        given = state, matrices, others, jnp.where(all_finite, 0, jnp.nan)
 
         values = others.size + sum(factor.size for factor in (*state.left, *state.right))
+        report = dense_report(values, 32 * values)
         if start_step == 0:
             started = jnp.bool_(True)
-            mean, left, right = low_rank(comm)
-            sent = dense_report(values, 32 * values)
+            mean, left, right = low_rank(comm, *given)
         else:
-            started = comm.max(state.step) >= start_step  # they agree, but a step is typed as each worker's own
-            mean, left, right, wire_bytes = lax.cond(started, _metered(low_rank, comm), _metered(dense, comm))
+            started = comm.max(state.step) >= start_step  # equal on all workers already; now typed as equal
+            low_rank_branch, dense_branch = (_metered(mean, comm, *given) for mean in (low_rank, _dense))
+            mean, left, right, wire_bytes = lax.cond(started, low_rank_branch, dense_branch)
             count = jnp.where(started, values, layout.bucket.entries)
-            sent = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
+            bits = jnp.float32(32 * count)
+            report = SendReport(count, count, report.underflow, report.overflow, count, wire_bytes, bits)
         new = PowerSGDState(
             accumulated=matrices,
             left=tuple(jnp.where(all_finite, p, old) for p, old in zip(left, state.left, strict=True)),
@@ -184,37 +179,58 @@ def power_sgd_compress(
             step=state.step + all_finite,
             layout=layout,
         )
-        return mean, new, sent
+        return mean, new, report
+
+    def low_rank(comm, state, matrices, others, fill):
+        draws = [_draw(key, state.step, batch, rank) for batch in state.layout.batches]
+        start = [_unit_or(q, draw) for q, draw in zip(state.right, draws, strict=True)]
+        left = [multiply("brm,bnm->brn", q, m) for q, m in zip(start, matrices, strict=True)]
+        *left, mean_others = _means([*left, others], comm)
+        left = [orthonormal(p, epsilon) for p in left]
+        right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
+        right = _means(right, comm) if right else []
+        out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
+        return state.layout.join(out, mean_others + fill), left, right
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _draw(key, step, batch: Batch, rank: int) -> Array:
-    """float32[b, rank, columns] from a normal distribution; a leaf's do not depend on what it is batched with."""
+def _dense(
+    comm: Comm, state: PowerSGDState, matrices: Sequence[Array], others: Array, fill: Array
+) -> tuple[Array, list[Array], list[Array]]:
+    """The mean of everything, and zero factors."""
+    *out, mean_others = _means([*matrices, others], comm)
+    mean = state.layout.join([y + fill for y in out], mean_others + fill)
+    left, right = ([zeros(x.shape, x.dtype, mean) for x in factors] for factors in (state.left, state.right))
+    return mean, left, right
+
+
+def _draw(key: Array, step: Array, batch: Batch, rank: int) -> Array:
+    """float32[b, rank, columns] from a normal distribution; those of a leaf do not depend on the rest of the batch."""
     key = jax.random.fold_in(key, step)
     leaves = np.asarray([s.leaf for s in batch.segments])
     return jax.vmap(lambda leaf: jax.random.normal(jax.random.fold_in(key, leaf), (rank, batch.columns)))(leaves)
 
 
-def _means(arrays, comm: Comm) -> list[Array]:
-    """The mean over workers of each, in one exchange."""
+def _means(arrays: Sequence[Array], comm: Comm) -> list[Array]:
+    """The mean over workers of each array, in one all-reduce."""
     mean = comm.mean(jnp.concatenate([x.ravel() for x in arrays]))
     ends = np.cumsum([x.size for x in arrays])
     return [part.reshape(x.shape) for part, x in zip(jnp.split(mean, ends[:-1]), arrays, strict=True)]
 
 
-def _metered(exchange, comm: Comm):
-    """`exchange` as a branch that also returns the bytes it moves."""
+def _metered(mean: Callable[..., tuple], comm: Comm, *args: PyTree) -> Callable[[], tuple]:
+    """A branch that returns the results of mean(comm, *args) and the bytes moved."""
 
     def run():
         metered = comm.metered()
-        results = exchange(metered)
+        results = mean(metered, *args)
         return *results, jnp.float32(metered.bytes_moved())
 
     return run
 
 
-def _fresh(q, draw) -> Array:
-    """The rows of q at unit length, and in place of those that are zero what was drawn for them."""
+def _unit_or(q: Array, draw: Array) -> Array:
+    """The rows of q scaled to length 1, with rows of zeros replaced by those of `draw`."""
     q = unit(q)
     return jnp.where(jnp.any(q != 0, axis=-1, keepdims=True), q, draw)

@@ -1,4 +1,4 @@
-"""Sketched-SGD: a count sketch, which adds up over the workers, finds the entries to send; a second round sends them.
+"""Sketched-SGD: a count sketch that is summed over the workers finds the entries to send; a second round sends them.
 
 **Source.** Nikita Ivkin, Daniel Rothchild, Enayat Ullah, Vladimir Braverman, Ion Stoica, Raman Arora,
 "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, arXiv 1903.04488, with the masked momentum of
@@ -7,17 +7,18 @@ the authors' code.
 **Wire format.** Per bucket three all-reduces: the sketch, float32[rows, columns]; the candidates' values,
 float32[candidates * k], in the order of their indices; the number of the step, int32.
 
-**Deviations.** (1) Entries are not hashed one by one. The bucket is cut into stretches of `columns` entries, and a row
-is the sum of the stretches, each turned by a random amount, entries with random signs. Two entries of different
-stretches meet in a row with probability 1 / columns, as with the paper's hashes, and two of one stretch never, so that
-estimates are unbiased within the same variance. But neighbours meet neighbours: of large entries in a run, all or none
-are missed. On CPU it takes a fortieth of the time of a scatter. (2) Turns and signs are drawn anew in each step, so
-that no two entries meet for good; the paper keeps them. (3) There is always a second round, of exact values, which
-costs little beside the sketch; the authors' code can go without. (4) The learning rate is applied after the compressor,
-not within its memory.
+**Deviations.** (1) Entries are not hashed one by one. The bucket is divided into stretches of `columns` entries, and a
+row is the sum of the stretches, each rotated by a random amount, of entries with random signs. Two entries of different
+stretches collide in a row with probability 1 / columns, as with the paper's hashes, and two entries of one stretch
+never do, so estimates are unbiased with at most the same variance. But neighbours collide with neighbours: a run of
+large entries is found or missed as a whole. On a CPU this takes a fortieth of the time of a scatter. (2) Rotations and
+signs are drawn anew in each step, so that no two entries always collide; the paper keeps them. (3) There is always a
+second round, with exact values, which costs little compared with the sketch; in the authors' code it is optional. (4)
+The learning rate is applied after the compressor, not within its memory.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jax import lax
 from gcjax._kernels.bits import LANES
 from gcjax._kernels.hashing import quick_bits
 from gcjax._sparse.compaction import assign_slots, slot_indices
-from gcjax._types import Array
+from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number, check_random_key
 from gcjax.extend import (
     Bucket,
@@ -46,7 +47,7 @@ from gcjax.extend import (
     unpack_mask,
 )
 
-SIGN = np.uint32(1 << 31)
+_SIGN = np.uint32(1 << 31)
 
 
 @jax.tree_util.register_dataclass
@@ -54,37 +55,39 @@ SIGN = np.uint32(1 << 31)
 class SketchState:
     """State of one worker and bucket of n entries.
 
-    velocity: float32[n], u, the momentum, but for what `reset` still removes; float32[1], zero, without momentum.
-    accumulated: float32[n], v, the sum of the velocities not yet sent, but for what `reset` still removes.
-    reset: uint32[words_for(n)], packed mask of the entries of both to set to zero before the next gradient is added,
-      which saves a pass.
-    step: int32, updates done.  bucket: where the leaves lie, static.
+    Attributes:
+      velocity: float32[n], u, before the reset; float32[1], zero, without momentum.
+      accumulated: float32[n], v, before the reset.
+      to_reset: uint32[words_for(n)], packed mask of the sent entries. The next update resets them, in the pass that
+        adds the gradient.
+      step: int32, updates done.
+      bucket: where the leaves lie. Static.
     """
 
     velocity: Array
     accumulated: Array
-    reset: Array
+    to_reset: Array
     step: Array
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
     @property
     def residual(self) -> Array:
         """float32[n], what this worker has accumulated and not yet sent."""
-        return jnp.where(unpack_mask(self.reset, self.bucket.size), 0, self.accumulated)
+        return jnp.where(unpack_mask(self.to_reset, self.bucket.size), 0, self.accumulated)
 
 
 def sketch_compress(
-    density,
+    density: float,
     rows: int = 5,
     columns: int | None = None,
     *,
-    key,
-    momentum=0.9,
+    key: Array,
+    momentum: float = 0.9,
     candidates: int = 4,
-    axis_name=None,
-    inner_axis_name=None,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the k entries whose sum over the workers is largest, as far as a count sketch can tell.
+    r"""Sends the k entries whose sum over the workers is largest, according to a count sketch.
 
     .. math::
         u \leftarrow m u + g, \qquad v \leftarrow v + u, \qquad
@@ -92,24 +95,24 @@ def sketch_compress(
         C = \text{the largest } p_2 k \text{ of } |\mathrm{estimate}(S)|, \qquad w = \frac{1}{p} \sum_i v_i[C]
 
     and the update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker
-    sets its u and v to zero there. The estimate of an entry is the median over the rows of its cells, their signs
-    undone; a cell holds the entry plus noise of a variance below :math:`\|\bar v\|^2 / \text{columns}`, with
-    :math:`\bar v` the mean of the v. Entries of a square above :math:`\|\bar v\|^2 / k` are what it can find: `columns`
-    should be a good multiple of k. What it misses waits in v.
+    sets its u and v to zero there. The estimate of an entry is the median over the rows of its cells with their signs
+    undone. A cell holds the entry plus noise of a variance below :math:`\|\bar v\|^2 / \text{columns}`, with
+    :math:`\bar v` the mean of the v. To find entries whose square is above :math:`\|\bar v\|^2 / k`, `columns` must be
+    several times k. Entries that are missed wait in v.
 
-    It finds what is large in the sum even where it is not on any one worker, and its cost does not grow with the number
-    of workers: 32 (rows * columns + candidates * k) bits in two all-reduces, by default 54 words for each entry sent,
-    which pays at densities well below 1/54. State: two float32 and a bit per parameter, one and a bit with `momentum`
-    0. Momentum is inside; weight decay and clipping belong before it, the learning rate comes after it:
-    `optax.chain(gcjax.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
+    It finds entries that are large in the sum even if they are not large on any worker, and its cost does not grow with
+    the number of workers. Wire: 32 (rows * columns + candidates * k) bits in two all-reduces; by default 54 words per
+    sent entry, which pays at densities well below 1/54. State: two float32 and a bit per parameter, or one float32 and
+    a bit with `momentum=0`. Momentum is inside; weight decay and clipping come before it, the learning rate comes after
+    it: `optax.chain(gcjax.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
       density: share of the entries to send, in (0, 1]; static.
       rows: rows of the sketch, an odd number.
-      columns: cells in a row; None for 10 k, as in the authors' code, or one for each entry where there are fewer.
+      columns: cells per row; None for 10 k, as in the authors' code, but at most one per entry.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       momentum: m, in [0, 1); static.
-      candidates: p_2, entries whose exact values are compared in the second round, for each of the k.
+      candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -119,23 +122,23 @@ def sketch_compress(
       ValueError: for a density, momentum or size out of range, or an even number of rows.
       TypeError: for a missing key, or an argument of another type.
 
-    **Randomness**: from `key`, shared: all workers draw the same sketch, another one in each step. **Bias**: each cell
-    is an unbiased estimate, the choice of the largest is biased; entries are delayed, and with `momentum` 0 nothing is
-    lost. With momentum, what u still holds of an entry when it is sent is given up. **Non-finite input**: the update is
-    NaN on all workers and every worker's state stays as it was.
+    **Randomness**: from `key`, shared: all workers draw the same sketch, a new one in each step. **Bias**: each cell is
+    an unbiased estimate, but the choice of the largest is biased. Entries are delayed; with `momentum=0` nothing is
+    lost, otherwise an entry loses its u when it is sent. **Non-finite input**: the update is NaN on all workers and
+    every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.sketch_compress(density=0.5, key=jax.random.key(0))
     >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
-    >>> second, state = tx.update(g, state)  # of the sent ones 0 is left, of the others u = 1.9 g, v = 2.9 g
+    >>> second, state = tx.update(g, state)  # u = 1.9 g and v = 2.9 g for the entries not sent before
     >>> print(first, second)
     [3. 0. 2. 0.] [ 3.  -2.9  0.   0. ]
     """
     check_number("density", density, 0.0, 1.0)
     check_integer("rows", rows, 1)
     if rows % 2 == 0:
-        raise ValueError(f"rows must be odd, so that there is a middle one, got {rows}")
+        raise ValueError(f"rows must be odd, so that the median is one of them, got {rows}")
     check_integer("columns", 1 if columns is None else columns, 1)
     check_random_key("key", key)
     check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
@@ -145,7 +148,7 @@ def sketch_compress(
         return SketchState(
             velocity=jnp.zeros(1 if momentum == 0 else bucket.size),
             accumulated=jnp.zeros(bucket.size),
-            reset=jnp.zeros(bucket.words, jnp.uint32),
+            to_reset=jnp.zeros(bucket.words, jnp.uint32),
             step=jnp.int32(0),
             bucket=bucket,
         )
@@ -156,12 +159,12 @@ def sketch_compress(
         k = count_for_density(density, bucket.entries)
         width = min(10 * k, bucket.size) if columns is None else columns
         slots = min(candidates * k, bucket.entries)
-        reset = unpack_mask(state.reset, bucket.size)
+        was_sent = unpack_mask(state.to_reset, bucket.size)
         old = state.velocity
-        # In a skipped step the old numbers, so that nothing else needs them and XLA can work in their buffers.
-        u = old if momentum == 0 else jnp.where(all_finite, jnp.where(reset, 0, momentum * old) + gradient, old)
+        # In a skipped step u and v are the old ones. Nothing else then needs the old ones, so XLA reuses their buffers.
+        u = old if momentum == 0 else jnp.where(all_finite, jnp.where(was_sent, 0, momentum * old) + gradient, old)
         v = jnp.where(all_finite, state.residual + (gradient if momentum == 0 else u), state.accumulated)
-        # The maximum changes nothing; it makes the step, and all that follows, typed as equal on all workers.
+        # The steps are equal on all workers already; the maximum makes them, and the draw, typed as equal.
         hashes = _draw(step_key(key, comm.max(state.step), bucket), rows, width, bucket.size)
         table = comm.mean(_sketch(v, hashes, width))
         estimates = parameters_only(_estimate(table, hashes, bucket.size), bucket)
@@ -170,14 +173,14 @@ def sketch_compress(
         w = comm.mean(jnp.where(slot < found.total, v[index], 0))
         sent = unpack_mask(top_k_mask(w, k), slots)
         count = jnp.sum(sent, dtype=jnp.int32)
-        # The second condition is always true; it puts the filling behind the last use of the estimates.
+        # The second condition is always true; it makes XLA write the zeros after the last use of the estimates.
         fill = jnp.where(all_finite & (count <= slots), 0.0, jnp.nan)
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
-        # Each unused slot goes to a place of its own out of bounds: "unique" must be true of it as well.
+        # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
         mean = mean.at[jnp.where(sent, index, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
         bit = jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
-        words = jnp.zeros_like(state.reset).at[jnp.where(sent, index // LANES, bucket.words)].add(bit, mode="drop")
-        new = SketchState(u, v, jnp.where(all_finite, words, state.reset), state.step + all_finite, bucket)
+        words = jnp.zeros_like(state.to_reset).at[jnp.where(sent, index // LANES, bucket.words)].add(bit, mode="drop")
+        new = SketchState(u, v, jnp.where(all_finite, words, state.to_reset), state.step + all_finite, bucket)
         none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
         return mean, new, SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
 
@@ -185,38 +188,43 @@ def sketch_compress(
 
 
 class Hashes(NamedTuple):
-    """sign: uint32[rows], from which each row hashes its signs.  turn: int32[rows, stretches], cells to turn by."""
+    """The random numbers of a sketch.
+
+    Attributes:
+      sign: uint32[rows], the seed of each row's signs.
+      rotation: int32[rows, stretches], number of cells by which each stretch is rotated.
+    """
 
     sign: Array
-    turn: Array
+    rotation: Array
 
 
-def _draw(key, rows: int, width: int, size: int) -> Hashes:
+def _draw(key: Array, rows: int, width: int, size: int) -> Hashes:
     stretches = -(-size // width)
     bits = hash_bits(key, jnp.arange(rows * (1 + stretches)))
     return Hashes(bits[:rows], (bits[rows:] % width).astype(jnp.int32).reshape(rows, stretches))
 
 
-def _signed(x, sign, begin):
-    """x, entries from `begin` on, with their signs in a row; undoes itself."""
-    bits = quick_bits(sign, begin + jnp.arange(len(x), dtype=jnp.int32))
-    return bits_float(float_bits(x) ^ (bits & SIGN))
+def _signed(x: Array, sign: Array, begin: ArrayLike) -> Array:
+    """x, the entries from `begin` on, with the random signs of a row. Its own inverse."""
+    bits = quick_bits(sign, jnp.arange(len(x), dtype=jnp.int32) + begin)
+    return bits_float(float_bits(x) ^ (bits & _SIGN))
 
 
-def _sketch(v, hashes: Hashes, width: int):
-    """float32[n] -> float32[rows, width]: entry i is added to cell (i + turn of its stretch) % width of each row."""
-    rows, stretches = hashes.turn.shape
+def _sketch(v: Array, hashes: Hashes, width: int) -> Array:
+    """float32[n] -> float32[rows, width]: entry i is added to cell (i + its stretch's rotation) % width of each row."""
+    rows, stretches = hashes.rotation.shape
     last = (stretches - 1) * width
 
     def add(stretch, x, tables):
         def add_to(table, row):
-            at = hashes.turn[row, stretch]
+            at = hashes.rotation[row, stretch]
             cells = lax.dynamic_slice(table, (at,), (width,)) + _signed(x, hashes.sign[row], stretch * width)
             return lax.dynamic_update_slice(table, cells, (at,))
 
         return [add_to(table, row) for row, table in enumerate(tables)]
 
-    # Of twice the width, so that a turned stretch is one piece; the ragged end first, so that the loop's is not.
+    # Tables of twice the width, so that a rotated stretch is contiguous. The ragged end goes first, outside the loop.
     tables = add(stretches - 1, jnp.pad(v[last:], (0, last + width - len(v))), [jnp.zeros(2 * width)] * rows)
     tables = lax.fori_loop(
         0, stretches - 1, lambda i, t: add(i, lax.dynamic_slice(v, (i * width,), (width,)), t), tables
@@ -224,24 +232,24 @@ def _sketch(v, hashes: Hashes, width: int):
     return jnp.stack([table[:width] + table[width:] for table in tables])
 
 
-def _estimate(table, hashes: Hashes, size: int):
-    """float32[rows, width] -> float32[size]: for each entry the median of its cells, their signs undone."""
+def _estimate(table: Array, hashes: Hashes, size: int) -> Array:
+    """float32[rows, width] -> float32[size]: for each entry the median of its cells with their signs undone."""
     rows, width = table.shape
     doubled = [jnp.concatenate([row, row]) for row in table]
 
     def estimate(stretch):
         def one(row):
-            cells = lax.dynamic_slice(doubled[row], (hashes.turn[row, stretch],), (width,))
+            cells = lax.dynamic_slice(doubled[row], (hashes.rotation[row, stretch],), (width,))
             return _signed(cells, hashes.sign[row], stretch * width)
 
         return _median([one(row) for row in range(rows)])
 
-    # Begun with something that is known only now, so that XLA can put it into the gradient's buffer.
+    # The start depends on the table, so that XLA can put it into the gradient's buffer.
     return _overwritten(jnp.full(size, table[0, 0]), width, estimate)
 
 
-def _overwritten(x, width: int, piece):
-    """piece(i), float32[width], in place of each stretch i of x: a loop, so that XLA works in the buffer of x."""
+def _overwritten(x: Array, width: int, piece: Callable[[ArrayLike], Array]) -> Array:
+    """x with piece(i), float32[width], in place of each stretch i. A loop, so that XLA works in the buffer of x."""
     last = (len(x) - 1) // width * width
 
     def write(stretch, x):
@@ -250,11 +258,11 @@ def _overwritten(x, width: int, piece):
     return lax.fori_loop(0, last // width, write, x).at[last:].set(piece(last // width)[: len(x) - last])
 
 
-def _median(xs: list):
-    """The middle one of an odd number of arrays, entry by entry: neighbours are put in order until all are."""
+def _median(xs: Sequence[Array]) -> Array:
+    """The median of an odd number of arrays, entry by entry, by odd-even transposition sort."""
     xs = list(xs)
-    for turn in range(len(xs)):
-        for i in range(turn % 2, len(xs) - 1, 2):
+    for round_number in range(len(xs)):
+        for i in range(round_number % 2, len(xs) - 1, 2):
             less = xs[i] < xs[i + 1]
             xs[i], xs[i + 1] = jnp.where(less, xs[i], xs[i + 1]), jnp.where(less, xs[i + 1], xs[i])
     return xs[len(xs) // 2]

@@ -92,7 +92,7 @@ def row(bits, feedback):
 ROWS = [row(1, False), row(3, True)]
 
 
-# The leaves of tests/laws/test_convergence.py are too small to be rotated; the last test here trains a larger model.
+# tests/laws/test_convergence.py has no leaf that is rotated; test_training_reaches_the_common_optimum has.
 def chain(axis_name, learning_rate):
     return optax.chain(gcjax.drive_compress(key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
 

@@ -1,4 +1,4 @@
-"""power_sgd_compress: the paper's claims, traps of the method, and agreement with two other implementations."""
+"""power_sgd_compress: the paper's claims, degenerate inputs, and agreement with two other implementations."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ SEED = 3
 
 
 def first_factor(leaf, step, rank, columns, seed=SEED):
-    """Q (columns, rank) as it is drawn for a leaf in its first compressed step."""
+    """The Q (columns, rank) that is drawn for a leaf in its first compressed step."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), leaf)
     return np.asarray(jax.random.normal(key, (rank, columns)), np.float64).T
 
@@ -35,7 +35,7 @@ def orthogonalised(p):
 
 
 class PowerSGDOracle:
-    """Algorithms 1 and 2 of the paper, in float64, one matrix after the other."""
+    """Algorithms 1 and 2 of the paper, in float64, one matrix at a time."""
 
     def __init__(self, workers, sizes, rank, min_rate=2, start_step=0, shapes=None):
         self.rank, self.start_step, self.steps = rank, start_step, 0
@@ -78,7 +78,7 @@ class PowerSGDOracle:
 
 def row(name, capacities=(), **options):
     def make(axis_name=None, capacity=None, **more):
-        del capacity  # that of the laws for payloads with slots
+        del capacity  # some laws give one to every row with capacities
         return gcjax.power_sgd_compress(key=jax.random.key(SEED), axis_name=axis_name, **options, **more)
 
     def make_oracle(workers, sizes):
@@ -112,12 +112,12 @@ CHAINS = {"power_sgd_compress": chain}
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
-SHAPE = (24, 16)  # that of most tests, which share the compiled step
+SHAPE = (24, 16)  # of most tests, which share the compiled step
 
 
 @functools.cache
 def transform(**options):
-    """The transform with these options on one worker, its update compiled once for each shape."""
+    """The transform with these options for one worker, compiled once per shape."""
     tx = gcjax.power_sgd_compress(key=KEY, **options)
     return tx._replace(update=jax.jit(tx.update))
 
@@ -136,12 +136,12 @@ def of_rank_two():
 
 
 def method_state(state):
-    """The method's state of the first bucket."""
+    """The state of the first bucket."""
     return state.buckets.value[0]
 
 
 def with_state(state, **fields):
-    """`state` with other fields in the method's state of its only bucket."""
+    """`state` with other fields in the state of its only bucket."""
     bucket = dataclasses.replace(method_state(state), **fields)
     return state._replace(buckets=dataclasses.replace(state.buckets, value=(bucket,)))
 
@@ -155,7 +155,7 @@ def close(a, b, rtol=1e-5):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
-def test_a_step_worked_by_hand():
+def test_a_step_by_hand():
     g = jnp.diag(jnp.array([2.0, 2.0, 1.0, 0, 0, 0, 0, 0]))
     tx = transform(rank=1)
     update, state = tx.update(g, with_state(tx.init(g), right=(jnp.ones((1, 1, 8)),)))
@@ -168,7 +168,7 @@ def test_a_step_worked_by_hand():
 
 @functools.cache
 def ran_on_the_reference_inputs():
-    """Updates of every step and the workers' residuals, flat, from the inputs in tests/data/power_sgd.npz."""
+    """The inputs in data/power_sgd.npz, the updates of every step and the workers' residuals, flat."""
     shapes, sizes = [(12, 8), (12, 8), (10, 8), (5,)], [96, 96, 80, 5]
     data = np.load(pathlib.Path(__file__).parent / "data" / "power_sgd.npz")
 
@@ -187,16 +187,16 @@ def ran_on_the_reference_inputs():
 
 
 @pytest.mark.parametrize("reference", ["authors", pytest.param("torch", marks=pytest.mark.full)])
-def test_updates_and_residuals_agree_with_other_implementations(reference):
-    # tests/data/make_power_sgd.py says which. PyTorch orthogonalises Q first, too, which changes neither P nor the
-    # update; and it keeps an error for the leaf that is sent whole, the last 5 entries, which adds up to nothing.
+def test_other_implementations_agree(reference):
+    # data/make_power_sgd.py says which. PyTorch also orthogonalises Q first, which changes neither P nor the update;
+    # and it keeps an error for the leaf that is sent whole, the last 5 entries, which never accumulates.
     data, updates, left = ran_on_the_reference_inputs()
     for update, expected in zip(updates, data[f"{reference}_updates"], strict=True):
         close(update, expected)
     close(left[:, :272], data[f"{reference}_errors"][:, :272])
 
 
-def test_the_update_is_what_one_worker_with_the_mean_gradient_would_send():
+def test_workers_equal_one_worker_with_the_mean_gradient():
     many, tx = runner_on_four_workers().restart(), transform(rank=2)
     state = tx.init(np.zeros(SHAPE, np.float32))
     for _ in range(4):
@@ -205,13 +205,13 @@ def test_the_update_is_what_one_worker_with_the_mean_gradient_would_send():
         close(many.step({"a": g})["a"][0], update)
 
 
-def test_a_mean_of_low_rank_arrives_whole_in_one_step_whatever_each_worker_has():
+def test_a_mean_of_low_rank_is_sent_exactly():
     low, noise = of_rank_two(), full_rank(2, *SHAPE)
     g = np.stack([low + noise[0], low - noise[0], low + noise[1], low - noise[1]])
     close(runner_on_four_workers().restart().step({"a": g})["a"][0], low)
 
 
-def test_the_update_is_the_projection_of_the_mean_on_the_columns_of_p():
+def test_the_update_is_the_projection_on_the_columns_of_p():
     m, tx = full_rank(*SHAPE), transform(rank=2)
     update, state = tx.update(m, tx.init(m))
     p = columns_of_p(state)
@@ -219,7 +219,7 @@ def test_the_update_is_the_projection_of_the_mean_on_the_columns_of_p():
     close(update, p @ p.T @ m)
 
 
-def test_columns_that_nearly_coincide_are_made_orthogonal_to_rounding():
+def test_nearly_equal_columns_become_orthogonal():
     m, tx = full_rank(*SHAPE), transform(rank=2)
     q = full_rank(1, 16) + 3e-6 * full_rank(2, 16)
     p = columns_of_p(tx.update(m, with_state(tx.init(m), right=(jnp.asarray(q)[None],)))[1])
@@ -230,7 +230,7 @@ def columns_of_p(state):
     return np.asarray(method_state(state).left[0][0], np.float64).T
 
 
-def test_warm_started_steps_find_the_best_approximation_and_cold_ones_do_not():
+def test_only_warm_starts_find_the_best_approximation():
     m, tx = full_rank(*SHAPE), transform(rank=2)
     best = np.linalg.norm(np.linalg.svd(m)[1][2:])
 
@@ -244,7 +244,7 @@ def test_warm_started_steps_find_the_best_approximation_and_cold_ones_do_not():
     assert distance_after(lambda state: with_state(state, right=(jnp.zeros((1, 2, 16)),))) > 1.02
 
 
-def test_a_small_steady_gradient_under_large_noise_arrives_only_with_the_residual():
+def test_only_the_residual_sends_a_signal_below_the_noise():
     noise, signal = np.zeros((8, 8), np.float32), np.zeros((8, 8), np.float32)
     noise[0, 0], signal[1, 1] = 4, 1
     tx = transform(rank=1)
@@ -260,7 +260,7 @@ def test_a_small_steady_gradient_under_large_noise_arrives_only_with_the_residua
     assert distance_after_training(forgetful) > 0.9
 
 
-def test_a_zero_gradient_gives_zero_and_does_not_end_the_search():
+def test_a_zero_gradient_does_not_end_the_search():
     tx = transform(rank=2)
     zero = np.zeros(SHAPE, np.float32)
     state = tx.init(zero)
@@ -273,7 +273,7 @@ def test_a_zero_gradient_gives_zero_and_does_not_end_the_search():
         _, state = tx.update(zero, forgetful(state))
 
 
-def test_a_column_that_is_zero_is_drawn_anew():
+def test_a_zero_column_is_drawn_again():
     tx = transform(rank=2)
     one, two = np.zeros(SHAPE, np.float32), np.zeros(SHAPE, np.float32)
     one[3, 5] = 2
@@ -286,16 +286,16 @@ def test_a_column_that_is_zero_is_drawn_anew():
     close(update, two)
 
 
-def test_a_column_that_is_dependent_but_for_epsilon_counts_as_zero():
+@pytest.mark.parametrize(("epsilon", "sent"), [(1e-6, 1e-4), (1e-3, 0)])
+def test_a_column_dependent_up_to_epsilon_counts_as_zero(epsilon, sent):
     g = np.zeros(SHAPE, np.float32)
     g[3, 5], g[7, 9] = 2, 1e-4
     q = np.zeros((1, 2, 16), np.float32)
     q[0, :, 5], q[0, 1, 9] = 1, 1
-    for epsilon, arrives in ((1e-6, True), (1e-3, False)):
-        tx = transform(rank=2, epsilon=epsilon)
-        update, _ = tx.update(g, with_state(tx.init(g), right=(jnp.asarray(q),)))
-        assert update[3, 5] == 2
-        assert abs(update[7, 9] - (1e-4 if arrives else 0)) < 1e-9
+    tx = transform(rank=2, epsilon=epsilon)
+    update, _ = tx.update(g, with_state(tx.init(g), right=(jnp.asarray(q),)))
+    assert update[3, 5] == 2
+    assert abs(update[7, 9] - sent) < 1e-9
 
 
 def test_updates_scale_with_the_gradient_to_the_bit():
@@ -312,7 +312,7 @@ def test_updates_scale_with_the_gradient_to_the_bit():
     np.testing.assert_array_equal(updates(2.0**-90), updates(1.0))
 
 
-def test_each_matrix_takes_rank_times_rows_plus_columns_values_and_the_rest_goes_whole():
+def test_wire_values_count_factors_and_whole_leaves():
     shapes = {"kernel": (3, 3, 8, 16), "dense": (40, 30), "bias": (16,), "small": (4, 4), "scale": ()}
     g = {name: full_rank(*shape) if shape else np.float32(2) for name, shape in shapes.items()}
     tx = transform(rank=2)
@@ -329,15 +329,15 @@ def compressed_shapes(g, **options):
     return [x.shape for x in method_state(transform(**options).init(g)).accumulated]
 
 
-def test_a_matrix_is_compressed_from_the_given_rate_on():
-    g = full_rank(20, 5)  # at rank 1, 25 values in place of 100
+def test_min_rate_decides_which_matrices_are_compressed():
+    g = full_rank(20, 5)  # at rank 1, 25 values instead of 100
     assert compressed_shapes(g, rank=1, min_rate=4) == [(1, 20, 5)]
     assert compressed_shapes(g, rank=1, min_rate=4.01) == []
     assert compressed_shapes(g, rank=2) == [(1, 20, 5)]
     assert compressed_shapes(g, rank=3) == []
 
 
-def test_a_rank_that_is_not_below_the_matrix_sends_it_whole():
+def test_a_matrix_of_no_higher_rank_is_sent_whole():
     g = full_rank(*SHAPE)
     for rank in (16, 17, 1000):
         assert compressed_shapes(g, rank=rank, min_rate=1) == []
@@ -347,7 +347,7 @@ def test_a_rank_that_is_not_below_the_matrix_sends_it_whole():
     np.testing.assert_array_equal(method_state(state).residual, 0)
 
 
-def test_matrices_of_one_shape_are_multiplied_together_with_the_same_result():
+def test_batched_matrices_equal_separate_ones():
     tx = transform(rank=2)
     g = {"a": full_rank(*SHAPE), "b": full_rank(5), "c": full_rank(*SHAPE)}
     assert compressed_shapes(g, rank=2) == [(2, *SHAPE)]
@@ -357,10 +357,10 @@ def test_matrices_of_one_shape_are_multiplied_together_with_the_same_result():
         alone, _ = tx.update(g[name], with_state(tx.init(g[name]), right=(q[i : i + 1],)))
         close(together[name], alone)
     equal, _ = tx.update(g | {"c": g["a"]}, tx.init(g))
-    assert np.abs(equal["a"] - equal["c"]).max() > 0.1  # left alone, they start from different factors
+    assert np.abs(equal["a"] - equal["c"]).max() > 0.1  # each has its own random start
 
 
-def test_before_the_start_step_the_mean_is_sent_whole_and_nothing_is_kept():
+def test_before_start_step_everything_is_sent_whole():
     tx = transform(rank=1, start_step=2)
     state = tx.init(np.zeros(SHAPE, np.float32))
     for sent in (384, 384, 40, 40):
@@ -377,7 +377,7 @@ def test_before_the_start_step_the_mean_is_sent_whole_and_nothing_is_kept():
             assert np.abs(residual).max() > 0.1
 
 
-def test_the_factors_are_bit_equal_on_all_workers_also_after_a_skipped_step():
+def test_factors_are_bit_equal_on_all_workers():
     runner = runner_on_four_workers().restart()
 
     def factors():

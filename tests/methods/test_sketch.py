@@ -1,4 +1,4 @@
-"""Sketched-SGD's own claims: sketches add up, estimates are unbiased within a variance, large entries are found."""
+"""sketch_compress: sketches add up, estimates are unbiased with the stated variance, large entries are found."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class SketchOracle:
         self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.v = [np.zeros(sum(sizes), F) for _ in range(workers)]
         begins = np.cumsum([0] + [-(-n // 32) * 32 for n in sizes[:-1]])
-        self.place = np.concatenate([b + np.arange(n) for b, n in zip(begins, sizes, strict=True)])
+        self.position = np.concatenate([b + np.arange(n) for b, n in zip(begins, sizes, strict=True)])
         self.steps = 0
 
     def step(self, gradients, squares):
@@ -33,12 +33,12 @@ class SketchOracle:
             v[:] = v + u
         total = sum(self.v)
         words = seed_words(KEY, self.steps)
-        stretches = -(-(self.place[-1] + 1) // self.columns)
+        stretches = -(-(self.position[-1] + 1) // self.columns)
         estimates = np.zeros((self.rows, len(total)), F)
         for row in range(self.rows):
-            turns = hash_bits(words, self.rows + row * stretches + np.arange(stretches)) % np.uint32(self.columns)
-            cell = [(place + int(turns[place // self.columns])) % self.columns for place in self.place]
-            negative = quick_bits(hash_bits(words, [row])[0], self.place) >= 2**31
+            rotation = hash_bits(words, self.rows + row * stretches + np.arange(stretches)) % np.uint32(self.columns)
+            cell = [(at + int(rotation[at // self.columns])) % self.columns for at in self.position]
+            negative = quick_bits(hash_bits(words, [row])[0], self.position) >= 2**31
             table = np.zeros(self.columns, F)
             for i, x in enumerate(total):
                 table[cell[i]] += -x if negative[i] else x
@@ -83,7 +83,7 @@ SIZE, WIDTH = 100, 16  # six whole stretches and a ragged end
 
 
 def over_keys(function, times):
-    """function(hashes of one row) of many keys, stacked."""
+    """function(hashes of one row) for many keys, stacked."""
 
     def one(key):
         return function(sketch._draw(key, 1, WIDTH, SIZE))
@@ -100,25 +100,25 @@ def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():
     np.testing.assert_allclose(of_a + of_b, of_both, atol=1e-5)
 
 
-def test_two_entries_meet_as_often_as_stated_with_signs_that_cancel():
+def test_entries_collide_as_often_as_stated():
     times = 8000
     apart, near = [(0, 16), (0, 17), (15, 16), (3, 99), (40, 95), (64, 96)], [(0, 1), (16, 31), (96, 99)]
 
     def cells_of(entry, hashes):
         return sketch._sketch(jnp.zeros(SIZE).at[entry].set(1), hashes, WIDTH)[0]
 
-    def products(hashes):  # 0, or the product of the signs in the cell that both share
+    def products(hashes):  # the product of the signs in a common cell, or 0
         return jnp.stack([jnp.dot(cells_of(i, hashes), cells_of(j, hashes)) for i, j in apart + near])
 
-    met = over_keys(products, times)
-    assert set(np.unique(met)) == {-1, 0, 1}
-    rate, far = 1 / WIDTH, met[:, : len(apart)]
+    collisions = over_keys(products, times)
+    assert set(np.unique(collisions)) == {-1, 0, 1}
+    rate, far = 1 / WIDTH, collisions[:, : len(apart)]
     np.testing.assert_allclose((far != 0).mean(axis=0), rate, atol=5 * (rate * (1 - rate) / times) ** 0.5)
     np.testing.assert_allclose(far.mean(axis=0), 0, atol=5 * (rate / times) ** 0.5)
-    assert (met[:, len(apart) :] == 0).all()
+    assert (collisions[:, len(apart) :] == 0).all()
 
 
-def test_estimates_of_one_row_are_unbiased_and_vary_as_stated():
+def test_estimates_of_a_row_are_unbiased_and_vary_as_stated():
     times = 8000
     v = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
     v[40] = 5
@@ -135,13 +135,13 @@ def test_estimates_of_one_row_are_unbiased_and_vary_as_stated():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 7, 9])
-def test_the_middle_one_of_the_rows_is_the_median(rows):
+def test_the_median_equals_numpys(rows):
     x = np.random.default_rng(rows).integers(-9, 9, (rows, 200)).astype(np.float32)
     np.testing.assert_array_equal(sketch._median(list(x)), np.median(x, axis=0))
 
 
 def spikes_in_noise(workers, size, count):
-    """Gradients whose mean has `count` large entries, none of which is large on any worker; and these entries."""
+    """Gradients whose mean has `count` large entries that are not large on any worker; and these entries."""
     rng = np.random.default_rng(7)
     noise = rng.normal(size=(workers, size))
     noise -= noise.mean(axis=0)
@@ -152,7 +152,7 @@ def spikes_in_noise(workers, size, count):
 
 
 @pytest.mark.parametrize(("columns", "found"), [(200, True), (10, False)])
-def test_entries_that_are_large_in_the_sum_only_are_found_exactly_if_there_are_columns_enough(columns, found):
+def test_entries_large_only_in_the_sum_need_enough_columns(columns, found):
     g, entries = spikes_in_noise(8, 4000, 20)
     tx = gcjax.sketch_compress(20 / 4000, columns=columns, key=KEY, axis_name="data")
     runner = Runner(tx, {"a": np.zeros(4000, np.float32)}, 8)
@@ -166,36 +166,35 @@ def test_entries_that_are_large_in_the_sum_only_are_found_exactly_if_there_are_c
     assert info.compression_ratio == 200
 
 
-def test_what_is_sent_leaves_both_momentum_and_sum_on_every_worker():
-    # One entry a step. Worker 1 alone would send its second; the mean's largest is the first.
-    runner = Runner(
-        gcjax.sketch_compress(0.25, key=KEY, momentum=0.5, axis_name="data"), {"a": np.zeros(4, np.float32)}, 2
-    )
+def test_sending_resets_momentum_and_sum_on_every_worker():
+    # One entry per step. Worker 1 alone would send its second entry; the first one is the largest of the mean.
+    tx = gcjax.sketch_compress(0.25, key=KEY, momentum=0.5, axis_name="data")
+    runner = Runner(tx, {"a": np.zeros(4, np.float32)}, 2)
     g = {"a": np.array([[8, 4, 0, 0], [4, -6, 0, 1]], np.float32)}
     assert runner.step(g)["a"][0].tolist() == [6, 0, 0, 0]
-    # u is g in the first entry, for which both begin anew, and 1.5 g in the others, where v is 2.5 g.
+    # Both are reset in the first entry, where u = v = g. In the others u = 1.5 g and v = 2.5 g.
     assert runner.step(g)["a"][0].tolist() == [6, 0, 0, 0]
-    # v: 1.75 g more in the others, 4.25 g.
+    # In the others v = 4.25 g, after 1.75 g more.
     assert runner.step({"a": g["a"] * [1 / 64, 1, 1, 1]})["a"][0].tolist() == [0, -4.25, 0, 0]
 
 
-def test_the_padding_between_leaves_is_no_candidate():
-    params = {f"x{i}": np.zeros((), np.float32) for i in range(12)}  # 31 places of padding behind each
+def test_padding_between_leaves_is_no_candidate():
+    params = {f"x{i}": np.zeros((), np.float32) for i in range(12)}  # each followed by 31 entries of padding
     g = {name: jnp.float32(1 + i) for i, name in enumerate(params)}
     tx = gcjax.sketch_compress(0.25, columns=8, candidates=1, key=KEY, momentum=0)
     _, state = jax.jit(tx.update)(g, tx.init(params))
     assert gcjax.info(state).sent == 3
 
 
-def test_zeros_are_not_sent_and_nothing_else_is_sent_twice_in_their_place():
-    g = jnp.where(jnp.arange(50) % 7 == 3, jnp.arange(50.0), 0).at[2].set(-1e-38)  # XLA flushes what is below 2**-126
+def test_zeros_are_not_sent():
+    g = jnp.where(jnp.arange(50) % 7 == 3, jnp.arange(50.0), 0).at[2].set(-1e-38)  # XLA flushes this to zero
     tx = gcjax.sketch_compress(1.0, key=KEY)
     update, state = jax.jit(tx.update)(g, tx.init(g))
     np.testing.assert_array_equal(update, g.at[2].set(0))
     assert gcjax.info(state).sent == 7
 
 
-def test_without_momentum_there_is_no_state_for_it():
+def test_without_momentum_the_state_is_smaller():
     params = jnp.zeros(1000)
 
     def floats(momentum):
@@ -220,7 +219,7 @@ def test_without_momentum_there_is_no_state_for_it():
         ({"key": 0}, TypeError, r"jax.random.key\(seed\), got 0"),
     ],
 )
-def test_bad_options_raise_at_construction(options, error, message):
+def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.sketch_compress(**{"density": 0.1, "key": KEY, **options})
 
