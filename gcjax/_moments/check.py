@@ -18,7 +18,9 @@ CURE = (
 )
 
 
-def check_moments(loss_fn: Callable[[PyTree, PyTree], Any], has_aux: bool = False, **keywords: Any) -> Callable:
+def check_moments(
+    loss_fn: Callable[[PyTree, PyTree], Any], has_aux: bool = False, **keywords: Any
+) -> Callable[..., None]:
     """Build a function that compares `value_and_moments` with plain `jax.value_and_grad` of the whole batch.
 
     A loss that couples its samples (BatchNorm without an axis name, a mean over unmasked entries) gives a wrong

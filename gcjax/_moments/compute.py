@@ -24,7 +24,7 @@ from gcjax._types import Array, PyTree
 Result = tuple[tuple[PyTree, PyTree], PyTree]
 
 
-class Method(NamedTuple):
+class ChosenMethod(NamedTuple):
     """How the moments of a problem are computed.
 
     Attributes:
@@ -38,17 +38,17 @@ class Method(NamedTuple):
     search: SinkSearch | None
 
 
-def choose_method(problem: Problem) -> Method:
+def choose_method(problem: Problem) -> ChosenMethod:
     """The method that the options ask for, with chunks as large as they allow."""
     method = problem.options.method
     if method in ("auto", "sinks"):
         search = search_sinks(problem)
         chunk = _groups_that_fit(problem, search.stacked_bytes) if method == "auto" else problem.groups
-        return Method(functools.partial(_sink_moments, problem, search), chunk, search)
+        return ChosenMethod(functools.partial(_sink_moments, problem, search), chunk, search)
     leaves = jax.tree.leaves(problem.params)
     gradient_bytes = sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in leaves)
     chunk = 1 if method == "scan" else _groups_that_fit(problem, gradient_bytes)
-    return Method(functools.partial(_vmap_moments, problem), chunk, None)
+    return ChosenMethod(functools.partial(_vmap_moments, problem), chunk, None)
 
 
 def _groups_that_fit(problem: Problem, bytes_per_group: int) -> int:
