@@ -1,4 +1,4 @@
-"""What the methods should do, entry by entry, in plain numpy: loops, no JAX, nothing shared with the package.
+"""What the numpy oracles of the methods share: loops over entries, without JAX or anything of the package.
 
 A worker's gradient is a list of flat float32 arrays, one per leaf. Scalars are np.float32 throughout, so that sums and
 products round as they do in the package.
@@ -19,7 +19,7 @@ def floor_log2(x) -> int:
 
 
 def nearest_power(x) -> int:
-    """Exponent of the power of two nearest to |x| > 0; the mid-point goes up."""
+    """Exponent of the power of two nearest to |x| > 0; the mid-point rounds up."""
     k = floor_log2(x)
     return k + 1 if abs(float(x)) >= 1.5 * 2.0**k else k
 
@@ -29,13 +29,13 @@ def as_float16(x) -> np.float32:
 
 
 def hash_bits(words, positions):
-    """What `gcjax._kernels.hashing.hash_bits` gives: uint32 bits at each position, from the two words of a key."""
+    """The bits of `gcjax._kernels.hashing.hash_bits` at each position, uint32, from the two words of a key."""
     x = np.asarray(positions, np.uint32) + np.uint32(words[0])
     return _mix(_mix(x) ^ np.uint32(words[1]))
 
 
 def quick_bits(offset, positions):
-    """What `gcjax._kernels.hashing.quick_bits` gives."""
+    """The bits of `gcjax._kernels.hashing.quick_bits`."""
     return _mix(np.asarray(positions, np.uint32) + np.uint32(offset))
 
 
@@ -46,20 +46,25 @@ def _mix(x):
 
 
 def uniform(words, positions):
-    """float32 in [0, 1), the same numbers as `gcjax._kernels.hashing.uniform` at these positions."""
+    """The numbers of `gcjax._kernels.hashing.uniform` at these positions, float32 in [0, 1)."""
     return (hash_bits(words, positions) >> np.uint32(8)).astype(F) * F(2.0**-24)
 
 
 def largest(magnitudes, k):
-    """Positions of the k largest of a flat array, of equal ones the first; nothing below the normal range."""
+    """Positions of the k largest of a flat array; ties go to the first. Nothing below the normal range is selected."""
     order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
     return [i for i in order[:k] if magnitudes[i] >= TINY]
 
 
 class SparseOracle:
-    """Error feedback around a selection: `select(a)` takes one worker's flat leaves, joined, returns positions to send.
+    """Error feedback around a selection.
 
-    `capacity`: the largest number of entries that may be sent; beyond it the largest are.
+    Args:
+      workers: number of workers.
+      sizes: entries of each leaf.
+      select: select(a, step) -> positions to send, with a one worker's leaves as one flat array.
+      capacity: most entries that can be sent, or several capacities, or None. On overflow the largest are sent.
+      transport: "all_gather" or "reduce_scatter".
     """
 
     def __init__(self, workers, sizes, select, capacity=None, transport="all_gather"):
@@ -92,27 +97,30 @@ def split(flat, sizes):
 
 
 def wire(transport, workers, sizes, capacity):
-    """How the entries travel that workers send: `fit` says which of a worker's do, `deliver` what becomes of them.
+    """The exchange: `fit` selects the entries of a worker that are sent, `deliver` adds those of all workers.
 
-    capacity: a number of slots, a ladder of them, or None.
+    Args:
+      transport: "all_gather" or "reduce_scatter".
+      workers: number of workers.
+      sizes: entries of each leaf.
+      capacity: a number of slots, several of them, or None.
     """
-    alone = transport == "all_gather" or workers == 1
-    top = max(capacity) if isinstance(capacity, tuple) else capacity
-    return ToAll(workers, sizes, top) if alone else ThroughOwners(workers, sizes, capacity)
+    if transport == "all_gather" or workers == 1:
+        return AllGather(sizes, max(capacity) if isinstance(capacity, tuple) else capacity)
+    return Owners(workers, sizes, capacity)
 
 
-class ToAll:
-    def __init__(self, workers, sizes, capacity):
-        del workers
+class AllGather:
+    def __init__(self, sizes, capacity):
         self.sizes, self.capacity = sizes, capacity
 
     def fit(self, worker, chosen, x):
-        """Those of `chosen`, places among all parameters, that fit the payload; x: what lies there, flat."""
+        """The chosen parameters that fit into the payload; x has the values of all parameters, flat."""
         del worker
         return keep_largest(self.capacity, chosen, x)
 
     def deliver(self, messages):
-        """Each worker's {place: value} -> the mean, and of each worker {place: value} what comes back to it."""
+        """Each worker's {parameter: value} -> the mean; and for each worker {parameter: value}, what is returned."""
         mean = np.zeros(sum(self.sizes), F)
         for message in messages:
             for i, y in message.items():
@@ -120,30 +128,32 @@ class ToAll:
         return mean, [{} for _ in messages]
 
 
-class ThroughOwners:
+class Owners:
+    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.reduce_scatter`."""
+
     def __init__(self, workers, sizes, capacity):
-        self.workers, self.sizes, self.word_of = workers, sizes, places(sizes)
-        ladder = capacity if isinstance(capacity, tuple) else (capacity,)
-        self.ladder = sorted(max(math.ceil(math.ceil(rung / 32) * 32 / workers), 32) for rung in ladder)
+        self.workers, self.sizes, self.word_of = workers, sizes, words_of(sizes)
+        wanted = capacity if isinstance(capacity, tuple) else (capacity,)
+        self.slots = sorted(max(math.ceil(math.ceil(slots / 32) * 32 / workers), 32) for slots in wanted)
         words = math.ceil((max(self.word_of) + 1) / 32) * 32
         self.rounds = math.ceil(words / workers / 32) * 32
         self.first_round = [0] * workers
 
     def owner(self, i):
-        """Owner of a parameter, and the round in which it was dealt."""
+        """The owner of parameter i, and the round in which its word was dealt."""
         dealt_in, seat = divmod(self.word_of[i], self.workers)
-        turn = int(quick_bits(np.uint32(0), np.array([dealt_in]))[0]) % self.workers
-        return (seat - turn) % self.workers, dealt_in
+        rotation = int(quick_bits(np.uint32(0), np.array([dealt_in]))[0]) % self.workers
+        return (seat - rotation) % self.workers, dealt_in
 
     def fit(self, worker, chosen, x):
-        chosen = keep_largest(self.ladder[-1] * self.workers, chosen, x)
+        chosen = keep_largest(self.slots[-1] * self.workers, chosen, x)
         first, sent, stops = self.first_round[worker], [], []
         for owner in range(self.workers):
             by_round = {}
             for i in sorted(chosen):
                 if self.owner(i)[0] == owner:
                     by_round.setdefault(self.owner(i)[1], []).append(i)
-            room = self.ladder[-1]
+            room = self.slots[-1]
             for dealt_in in sorted(by_round, key=lambda r: (r < first, r)):
                 if len(by_round[dealt_in]) > room:
                     stops.append((dealt_in - first) % self.rounds)
@@ -154,7 +164,7 @@ class ThroughOwners:
         return sorted(sent)
 
     def deliver(self, messages):
-        share = F(1) / F(self.workers)  # XLA multiplies by it; where owners choose between ties, that matters
+        share = F(1) / F(self.workers)  # XLA multiplies by it, which can decide ties between sums
         sums, passed_on = np.zeros(sum(self.sizes), F), np.zeros(sum(self.sizes), F)
         for message in messages:
             for i, y in message.items():
@@ -162,7 +172,7 @@ class ThroughOwners:
         fullest = max(
             sum(self.owner(i)[0] == owner for i in message) for message in messages for owner in range(self.workers)
         )
-        slots = next(rung for rung in self.ladder if rung >= fullest)
+        slots = next(slots for slots in self.slots if slots >= fullest)
         back = []
         for owner in range(self.workers):
             owned = [i for i in range(len(sums)) if sums[i] != 0 and self.owner(i)[0] == owner]
@@ -172,17 +182,17 @@ class ThroughOwners:
         return passed_on, back
 
 
-def places(sizes):
-    """Every parameter's word of 32 entries in the flat bucket, in which every leaf begins at a new word."""
-    place, offset = [], 0
+def words_of(sizes):
+    """The mask word of every parameter in the flat bucket, in which every leaf begins at a new word."""
+    words, offset = [], 0
     for size in sizes:
-        place += [offset + i // 32 for i in range(size)]
+        words += [offset + i // 32 for i in range(size)]
         offset += -(-size // 32)
-    return place
+    return words
 
 
 def keep_largest(limit, chosen, x):
-    """Of chosen places those with the largest |x|, `limit` of them, of equal ones the first."""
+    """The `limit` chosen parameters with the largest |x|; ties go to the first. None keeps them all."""
     if limit is None or len(chosen) <= limit:
         return chosen
     chosen = sorted(chosen)

@@ -1,13 +1,13 @@
-"""Makes power_sgd.npz: what two other implementations of PowerSGD do with the same numbers.
+"""Makes power_sgd.npz, the results of two other implementations of PowerSGD.
 
-    git clone https://github.com/epfml/powersgd && python tests/data/make_power_sgd.py powersgd/paper-code
+    git clone https://github.com/epfml/powersgd && python tests/methods/data/make_power_sgd.py powersgd/paper-code
 
 Needs PyTorch, which the tests do not. Two processes over gloo run the authors' `RankKReducer`, with the error feedback
 of their training loop, and PyTorch's `powerSGD_hook`, both with rank 2 and from the same first Q. Last made with
 PyTorch 2.13.0+cpu and epfml/powersgd at f07be924eda568511c0ca00efdfed06b1d7e6332.
 
-The file holds gradients (int8, in eighths), first_<leaf> (the first Q), and for each of the two, "authors" and "torch",
-the updates of all steps and the workers' errors after the last one; all leaves flat, one after the other.
+The file has the gradients (int8, in eighths), first_<leaf> (the first Q), and for both, "authors" and "torch", the
+updates of all steps and the workers' errors after the last one; all leaves flat and concatenated.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def by_authors(gradients, first):
 
 
 class Bucket:
-    """As much of PyTorch's GradBucket as the hook uses."""
+    """The part of PyTorch's GradBucket that the hook uses."""
 
     def __init__(self, flat):
         self.flat = flat
