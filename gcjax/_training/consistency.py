@@ -50,6 +50,11 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
         300 seconds; the message names them.
       TypeError: the `repr` of a leaf holds an address and so cannot be compared.
     """
+    compare_processes(mesh, things, TIMEOUT_SECONDS)
+
+
+def compare_processes(mesh: jax.sharding.Mesh, things: dict[str, PyTree], timeout_seconds: int) -> None:
+    """`check_agreement` with the time that a process waits for the others."""
     processes = sorted({device.process_index for device in mesh.devices.flat})
     store = shared_store()
     # Some TPU runtimes connect processes without jax.distributed, and then there is no store.
@@ -61,7 +66,8 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
     notes = {"versions": [f"jax {jax.__version__}", f"jaxlib {jaxlib.__version__}", f"gcjax {__version__}"]}
     notes["mesh"] = [f"{dict(mesh.shape)} of devices {[device.id for device in mesh.devices.flat]}"]
     notes |= {name: _lines(name, thing) for name, thing in things.items()}
-    digests = _exchange(store, folder, processes, {name: _digest(lines) for name, lines in notes.items()})
+    own_digests = {name: _digest(lines) for name, lines in notes.items()}
+    digests = _exchange(store, folder, processes, own_digests, timeout_seconds)
     first = digests[processes[0]]
     others = [process for process in processes if digests[process] != first]
     if others:
@@ -69,7 +75,7 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
         # Any other difference explains more than the program that follows from it.
         names = [name for name in names if not _is_program(things.get(name))] or names
         mine = {name: notes.get(name, []) for name in names}
-        pair = _shared_notes(store, folder, (processes[0], others[0]), mine)
+        pair = _shared_notes(store, folder, (processes[0], others[0]), mine, timeout_seconds)
         raise RuntimeError(_disagreement(processes[0], others, pair))
 
 
@@ -109,20 +115,20 @@ def _digest(lines: list[str]) -> str:
 
 
 def _exchange(
-    store: KeyValueStore, folder: str, processes: list[int], digests: dict[str, str]
+    store: KeyValueStore, folder: str, processes: list[int], digests: dict[str, str], timeout_seconds: int
 ) -> dict[int, dict[str, str]]:
     """Every process's digests."""
     own = jax.process_index()
     store.key_value_set(f"{folder}/digests/{own}", json.dumps(digests))
     try:
-        store.wait_at_barrier(f"{folder}/barrier", 1000 * TIMEOUT_SECONDS, processes)
+        store.wait_at_barrier(f"{folder}/barrier", 1000 * timeout_seconds, processes)
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         present = {int(key.rsplit("/", 1)[1]) for key, _ in store.key_value_dir_get(f"{folder}/digests/")}
         missing = [process for process in processes if process not in present]
         raise RuntimeError(
-            f"process {own} waited {TIMEOUT_SECONDS} seconds to compare its training step with the other processes', "
+            f"process {own} waited {timeout_seconds} seconds to compare its training step with the other processes', "
             f"but {_named(missing)} never came to that point. Each process must take the same steps: all of them, with "
             "batches of the same shapes"
         ) from error
@@ -131,13 +137,13 @@ def _exchange(
 
 
 def _shared_notes(
-    store: KeyValueStore, folder: str, pair: tuple[int, int], notes: dict[str, list[str]]
+    store: KeyValueStore, folder: str, pair: tuple[int, int], notes: dict[str, list[str]], timeout_seconds: int
 ) -> list[dict[str, list[str]]]:
     """The full notes of two processes, on all of them."""
     own = jax.process_index()
     if own in pair:
         store.key_value_set_bytes(f"{folder}/notes/{own}", zlib.compress(json.dumps(notes).encode()))
-    found = [store.blocking_key_value_get_bytes(f"{folder}/notes/{p}", 1000 * TIMEOUT_SECONDS) for p in pair]
+    found = [store.blocking_key_value_get_bytes(f"{folder}/notes/{p}", 1000 * timeout_seconds) for p in pair]
     return [json.loads(zlib.decompress(text)) for text in found]
 
 
