@@ -14,7 +14,7 @@ from jax import lax
 
 from gcjax._types import Array, PyTree
 
-KNOWN_VERSIONS = ("0.10.2",)  # JAX releases that pass all tests of gcjax
+KNOWN_VERSIONS = ("0.10.0", "0.10.1", "0.10.2")  # JAX releases that pass the tests of gcjax
 
 
 def needed(name: str) -> Any:
@@ -26,13 +26,22 @@ def needed(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
-        lacking, known = name.replace(":", "."), KNOWN_VERSIONS[-1]
-        raise ImportError(
-            f"gcjax needs {lacking}, which the installed JAX {jax.__version__} does not have. Known to work: "
-            f"{', '.join(KNOWN_VERSIONS)}. Run pip install jax=={known} jaxlib=={known}, or update gcjax"
-        ) from error
+        lacking = name.replace(":", ".")
+        raise ImportError(f"gcjax needs {lacking}, which JAX {jax.__version__} does not have. {_cure()}") from error
 
 
+def check_version(version: tuple[int, ...]) -> None:
+    """Raise ImportError for a JAX of another series than the known releases, of which nothing is known."""
+    if version[:2] != tuple(map(int, KNOWN_VERSIONS[-1].split(".")))[:2]:
+        raise ImportError(f"gcjax does not know JAX {'.'.join(map(str, version))}, which is installed. {_cure()}")
+
+
+def _cure() -> str:
+    known = KNOWN_VERSIONS[-1]
+    return f"Known to work: {', '.join(KNOWN_VERSIONS)}. Run pip install jax=={known} jaxlib=={known}, or update gcjax"
+
+
+check_version(jax.__version_info__)
 _check_vma = needed("jax._src.config:_check_vma")
 _distributed = needed("jax._src.distributed:global_state")
 _NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
@@ -100,11 +109,6 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
 def zeros(shape: Sequence[int], dtype: jax.typing.DTypeLike, like: PyTree) -> Array:
     """Zeros to start a loop with: typed as varying over the mesh axes of `like`, or the loop would not type-check."""
     return vary(jnp.zeros(shape, dtype), varying_axes(like))
-
-
-def is_literal(atom: object) -> bool:
-    """Whether an operand of an equation is a constant written into it."""
-    return isinstance(atom, jax.extend.core.Literal)
 
 
 def closed(jaxpr: "jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr") -> "jax.extend.core.ClosedJaxpr":

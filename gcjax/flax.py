@@ -30,14 +30,20 @@ def sync_batchnorm(axis_name: str, *models: nnx.Module) -> Iterator[None]:
       TypeError: a model is not an NNX module.
 
     Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from gcjax import value_and_moments
+      >>> model = linen.BatchNorm(use_running_average=False)
+      >>> x = jnp.array([[1.0], [3.0]])
+      >>> variables = model.init(jax.random.key(0), x)
       >>> def loss_fn(params, batch):
       ...     with sync_batchnorm("batch"):
       ...         variables = {"params": params, "batch_stats": batch["stats"]}
-      ...         logits, updated = model.apply(variables, batch["x"], mutable=["batch_stats"])
-      ...     return cross_entropy(logits, batch["y"]), updated["batch_stats"]
-      >>> fn = value_and_moments(
-      ...     loss_fn, has_aux=True, sample_axis="batch", in_axes={"x": 0, "y": 0, "stats": None}
-      ... )
+      ...         out, updated = model.apply(variables, batch["x"], mutable=["batch_stats"])
+      ...     return jnp.mean(out), updated["batch_stats"]
+      >>> fn = value_and_moments(loss_fn, has_aux=True, sample_axis="batch", in_axes={"x": 0, "stats": None})
+      >>> (loss, stats), moments = fn(variables["params"], {"x": x, "stats": variables["batch_stats"]})
+      >>> print(moments.grad["scale"].round(3), moments.sum_grad_squared["scale"].round(3))
+      [0.] [0.5]
     """
 
     def set_axis(next_fun, args, kwargs, context):

@@ -9,6 +9,7 @@ if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # `make test-full` sets it and c
     # Cheap code generation compiles three times as fast. The passes that place collectives and choose their types, which
     # tests read in the compiled program, are the same.
     FLAGS += ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+    FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
