@@ -16,6 +16,7 @@ orthogonalises twice, and a column that depends on the earlier ones up to roundi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -124,7 +125,7 @@ def power_sgd_compress(
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.power_sgd_compress(rank=1, key=jax.random.key(0))
-    >>> g = jnp.outer(jnp.arange(8.0), jnp.array([1.0, -2.0, 0.0, 4.0]))  # of rank 1: arrives whole
+    >>> g = jnp.outer(jnp.arange(8.0), jnp.array([1.0, -2.0, 0.0, 4.0]))  # of rank 1, so it is sent exactly
     >>> updates, state = tx.update(g, tx.init(g))
     >>> print(gcjax.info(state).sent, bool(jnp.abs(updates - g).max() < 1e-5))
     [12] True
@@ -181,35 +182,46 @@ def power_sgd_compress(
         )
         return mean, new, report
 
-    def low_rank(comm, state, matrices, others, fill):
-        draws = [_draw(key, state.step, batch, rank) for batch in state.layout.batches]
-        start = [_unit_or(q, draw) for q, draw in zip(state.right, draws, strict=True)]
-        left = [multiply("brm,bnm->brn", q, m) for q, m in zip(start, matrices, strict=True)]
-        *left, mean_others = _means([*left, others], comm)
-        left = [orthonormal(p, epsilon) for p in left]
-        right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
-        right = _means(right, comm) if right else []
-        out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
-        return state.layout.join(out, mean_others + fill), left, right
-
+    low_rank = functools.partial(_low_rank, key, epsilon)
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+
+
+def _low_rank(
+    key: Array,
+    epsilon: float,
+    comm: Comm,
+    state: PowerSGDState,
+    matrices: Sequence[Array],
+    others: Array,
+    fill: Array,
+) -> tuple[Array, list[Array], list[Array]]:
+    """The update and the factors P and Q. `fill` (0 or NaN) is added to the update."""
+    draws = [_draw(key, state.step, batch, q) for batch, q in zip(state.layout.batches, state.right, strict=True)]
+    start = [_unit_or(q, draw) for q, draw in zip(state.right, draws, strict=True)]
+    left = [multiply("brm,bnm->brn", q, m) for q, m in zip(start, matrices, strict=True)]
+    *left, mean_others = _means([*left, others], comm)
+    left = [orthonormal(p, epsilon) for p in left]
+    right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
+    right = _means(right, comm) if right else []
+    out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
+    return state.layout.join(out, mean_others + fill), left, right
 
 
 def _dense(
     comm: Comm, state: PowerSGDState, matrices: Sequence[Array], others: Array, fill: Array
 ) -> tuple[Array, list[Array], list[Array]]:
-    """The mean of everything, and zero factors."""
+    """As `_low_rank`, with everything sent whole, and zero factors."""
     *out, mean_others = _means([*matrices, others], comm)
     mean = state.layout.join([y + fill for y in out], mean_others + fill)
     left, right = ([zeros(x.shape, x.dtype, mean) for x in factors] for factors in (state.left, state.right))
     return mean, left, right
 
 
-def _draw(key: Array, step: Array, batch: Batch, rank: int) -> Array:
-    """float32[b, rank, columns] from a normal distribution; those of a leaf do not depend on the rest of the batch."""
+def _draw(key: Array, step: Array, batch: Batch, like: Array) -> Array:
+    """A normal draw of the shape of `like`, [b, rank, columns]; that of a leaf does not depend on the other leaves."""
     key = jax.random.fold_in(key, step)
     leaves = np.asarray([s.leaf for s in batch.segments])
-    return jax.vmap(lambda leaf: jax.random.normal(jax.random.fold_in(key, leaf), (rank, batch.columns)))(leaves)
+    return jax.vmap(lambda leaf: jax.random.normal(jax.random.fold_in(key, leaf), like.shape[1:]))(leaves)
 
 
 def _means(arrays: Sequence[Array], comm: Comm) -> list[Array]:

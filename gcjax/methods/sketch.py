@@ -178,13 +178,18 @@ def sketch_compress(
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
         # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
         mean = mean.at[jnp.where(sent, index, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
-        bit = jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
-        words = jnp.zeros_like(state.to_reset).at[jnp.where(sent, index // LANES, bucket.words)].add(bit, mode="drop")
-        new = SketchState(u, v, jnp.where(all_finite, words, state.to_reset), state.step + all_finite, bucket)
+        to_reset = jnp.where(all_finite, _packed_mask(index, sent, bucket.words), state.to_reset)
+        new = SketchState(u, v, to_reset, state.step + all_finite, bucket)
         none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
         return mean, new, SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+
+
+def _packed_mask(index: Array, sent: Array, words: int) -> Array:
+    """uint32[words], packed mask of the entries in `index` (int32[k]) that were sent (bool[k])."""
+    bit = jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
+    return jnp.zeros(words, jnp.uint32).at[jnp.where(sent, index // LANES, words)].add(bit, mode="drop")
 
 
 class Hashes(NamedTuple):
@@ -249,7 +254,7 @@ def _estimate(table: Array, hashes: Hashes, size: int) -> Array:
 
 
 def _overwritten(x: Array, width: int, piece: Callable[[ArrayLike], Array]) -> Array:
-    """x with piece(i), float32[width], in place of each stretch i. A loop, so that XLA works in the buffer of x."""
+    """x with each stretch i replaced by piece(i), float32[width]. A loop, so that XLA works in the buffer of x."""
     last = (len(x) - 1) // width * width
 
     def write(stretch, x):
