@@ -94,7 +94,8 @@ def over_keys(function, times):
 def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():
     a, b = (jax.random.normal(key, (SIZE,)) for key in jax.random.split(KEY))
     hashes = sketch._draw(KEY, 5, WIDTH, SIZE)
-    of_a, of_b, of_both = (sketch._sketch(x, hashes, WIDTH) for x in (a, b, a + b))
+    sketch_of = jax.jit(lambda x: sketch._sketch(x, hashes, WIDTH))
+    of_a, of_b, of_both = sketch_of(a), sketch_of(b), sketch_of(a + b)
     assert of_a.shape == (5, WIDTH)
     assert float(jnp.abs(of_a).max()) > 1
     np.testing.assert_allclose(of_a + of_b, of_both, atol=1e-5)
