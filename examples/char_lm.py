@@ -1,8 +1,8 @@
 """A small transformer that learns to write like a text file, character by character, with any method of gcjax.
 
-The workers are this machine's accelerators, or virtual CPU devices. Any UTF-8 text will do, from about 100 kB; its last
-tenth is for validation. Writes curves (steps.csv, epochs.csv), result.json, curves.png, sample.txt and checkpoints into
---out. The losses are means per character, in nats.
+The workers are this machine's accelerators, or virtual CPU devices. Any UTF-8 text of about 100 kB or more will do; its
+last tenth is for validation. Writes curves (steps.csv, epochs.csv), result.json, curves.png, sample.txt and checkpoints
+into --out. The losses are means per character, in nats.
 
     python examples/char_lm.py --text FILE --out runs/first                     # about 240,000 parameters, minutes
     python examples/char_lm.py --text FILE --out runs/topk --method "top_k(density=0.01)"
@@ -12,8 +12,10 @@ tenth is for validation. Writes curves (steps.csv, epochs.csv), result.json, cur
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,9 +29,16 @@ from common.training import Task, train
 
 
 class Transformer(nn.Module):
-    """Decoder with LayerNorm before each part, learned positions, tied embeddings; no dropout.
+    """A decoder with LayerNorm before each part, learned positions, tied embeddings and no dropout.
 
-    int32[batch, length] -> float32 logits[batch, length, characters] of the character that follows each.
+    From int32[batch, length] to float32 logits[batch, length, characters] of the next character after each.
+
+    Attributes:
+      characters: size of the alphabet.
+      context: greatest length.
+      width: features.
+      layers: of attention and two dense layers each.
+      heads: of attention.
     """
 
     characters: int
@@ -39,7 +48,7 @@ class Transformer(nn.Module):
     heads: int = 4
 
     @nn.compact
-    def __call__(self, numbers):
+    def __call__(self, numbers: jax.Array) -> jax.Array:
         embed = nn.Embed(self.characters, self.width, embedding_init=nn.initializers.normal(0.02))
         positions = self.param("positions", nn.initializers.normal(0.02), (self.context, self.width))
         x = embed(numbers) + positions[: numbers.shape[1]]
@@ -49,21 +58,23 @@ class Transformer(nn.Module):
             x = x + nn.Dense(self.width)(hidden)
         return embed.attend(nn.LayerNorm()(x))
 
-    def attention(self, x):
+    def attention(self, x: jax.Array) -> jax.Array:
+        """Causal self-attention."""
         batch, length, _ = x.shape
         parts = nn.Dense(3 * self.width)(x).reshape(batch, length, 3, self.heads, -1)
         mixed = jax.nn.dot_product_attention(*jnp.moveaxis(parts, 2, 0), is_causal=True)
         return nn.Dense(self.width)(mixed.reshape(x.shape))
 
 
-def make_task(args, numbers, validation, alphabet) -> Task:
+def make_task(args: argparse.Namespace, numbers: np.ndarray, validation: np.ndarray, alphabet: str) -> Task:
+    """The task of training on a text as `common.text.load_text` returns it."""
     size = args.workers * args.batch
-    # Each epoch begins at another character, so that sequences differ; up to `context` - 1 are left out for that.
+    # Each epoch starts at another character, so that sequences differ, and skips up to `context` - 1 of them.
     steps = (len(numbers) - args.context) // args.context // size
     if not steps:
         raise Problem(
             f"--workers {args.workers} times --batch {args.batch} sequences of --context {args.context} are more than "
-            f"the {len(numbers):,} characters to train on: lower them, or give a longer --text"
+            f"the {len(numbers):,} characters to train on: lower one of them, or give a longer --text"
         )
     model = Transformer(len(alphabet), args.context, args.width, args.layers, args.heads)
 
@@ -81,11 +92,11 @@ def make_task(args, numbers, validation, alphabet) -> Task:
             yield sequences[chosen]
 
     held_out = windows(validation, args.context)
-    part_loss = jax.jit(cross_entropy)
+    compiled_loss = jax.jit(cross_entropy)
 
     def evaluate(params, _):
         parts = [held_out[i : i + 256] for i in range(0, len(held_out), 256)]
-        losses = [float(part_loss(params, part)) for part in parts]
+        losses = [float(compiled_loss(params, part)) for part in parts]
         return {"validation_loss": float(np.average(losses, weights=[len(part) for part in parts]))}
 
     def write_sample(params, _):
@@ -108,8 +119,22 @@ def make_task(args, numbers, validation, alphabet) -> Task:
 
 
 @partial(jax.jit, static_argnames=("model", "length"))
-def sample(model, params, prompt, key, temperature, length: int):
-    """int32[length] that follow `prompt`, drawn one by one, each from the `context` before it."""
+def sample(
+    model: Transformer, params: Any, prompt: jax.Array, key: jax.Array, temperature: float, length: int
+) -> jax.Array:
+    """Continue a text, drawing each character from those before it.
+
+    Args:
+      model: the network.
+      params: its parameters.
+      prompt: int32[context], what to continue.
+      key: random key.
+      temperature: what the logits are divided by.
+      length: number of characters to draw.
+
+    Returns:
+      int32[length].
+    """
 
     def draw(last, key):
         logits = model.apply({"params": params}, last[None])[0, -1]
@@ -119,12 +144,13 @@ def sample(model, params, prompt, key, temperature, length: int):
     return jax.lax.scan(draw, prompt, jax.random.split(key, length))[1]
 
 
-def parse_options(arguments=None):
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
     parser.add_argument("--text", type=Path, required=True, help="file to learn from, UTF-8")
     parser.add_argument("--out", type=Path, default=Path("runs/char_lm"), help="folder for curves and checkpoints")
-    parser.add_argument("--context", type=count, default=64, help="characters in a sequence, which is one sample")
+    parser.add_argument("--context", type=count, default=64, help="characters of a sequence, which is one sample")
     parser.add_argument("--width", type=count, default=96, help="features; a multiple of --heads")
     parser.add_argument("--layers", type=count, default=2, help="of attention and two dense layers each")
     parser.add_argument("--heads", type=count, default=4, help="of attention")
@@ -138,6 +164,7 @@ def parse_options(arguments=None):
 
 
 def main() -> int:
+    """Run the command; return the exit status."""
     args = parse_options()
     try:
         result = train(make_task(args, *load_text(args.text, args.context)), args)

@@ -1,9 +1,9 @@
 """Compressed against dense gradient exchange, on handwritten digits.
 
 Trains one small convolutional network (Flax, Adam) on scikit-learn's 8x8 digits with 8 workers, which are virtual CPU
-devices of this process, several times from the same initialisation and with the same batches. The gradients are
-exchanged dense, by variance-based compression with several alphas, and by its hybrid with Strom's threshold. Prints a
-table of test accuracy and bytes sent, and writes a plot (digits.png) and all curves (digits.json).
+devices of this process. Each run has the same initialisation and batches, but another exchange of gradients: dense,
+variance-based compression with several alphas, and its hybrid with Strom's threshold. Prints a table of test accuracy
+and bytes sent, and writes a plot (digits.png) and all curves (digits.json).
 
     python examples/digits.py                # about two minutes on two cores
     python examples/digits.py --seeds 5      # medians and ranges over five initialisations
@@ -16,7 +16,9 @@ import math
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import flax
 import flax.linen as nn
@@ -27,12 +29,14 @@ import numpy as np
 import optax
 import sklearn
 from common.cli import Parser, above_zero
-from common.images import load_digits
+from common.images import ImageData, load_digits
 from matplotlib.ticker import StrMethodFormatter
 from tqdm import tqdm
 
 import gcjax
 
+PyTree = Any
+Run = dict[str, Any]  # as `train` returns it
 METHODS = ("dense", "variance", "hybrid")
 QUICK = {"workers": 4, "epochs": 3, "alpha": [1.5]}
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
@@ -43,7 +47,7 @@ class Network(nn.Module):
     """Two convolutions and two dense layers, 85,066 parameters."""
 
     @nn.compact
-    def __call__(self, images):
+    def __call__(self, images: jax.Array) -> jax.Array:
         x = nn.relu(nn.Conv(32, (3, 3))(images))
         x = nn.relu(nn.Conv(64, (3, 3))(x))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
@@ -51,18 +55,20 @@ class Network(nn.Module):
         return nn.Dense(10)(x)
 
 
-def loss_fn(params, batch):
+def loss_fn(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Mean cross-entropy of images and their labels."""
     images, labels = batch
     return optax.softmax_cross_entropy_with_integer_labels(Network().apply(params, images), labels).mean()
 
 
 @jax.jit
-def accuracy(params, images, labels):
+def accuracy(params: PyTree, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Share of the images whose label is the likeliest."""
     return jnp.mean(jnp.argmax(Network().apply(params, images), axis=-1) == labels)
 
 
-def compressors(args):
-    """The transforms to compare, by the name that the table and the plot give them."""
+def compressors(args: argparse.Namespace) -> dict[str, optax.GradientTransformationExtraArgs]:
+    """The transforms to compare, by their names in the table and the plot."""
     found = {}
     if "dense" in args.methods:
         found["dense"] = gcjax.dense_compress(axis_name="data")
@@ -77,18 +83,37 @@ def compressors(args):
     return found
 
 
-def train(name, step, seed, data, args):
-    """One training run; what it sent at every step, and the test accuracy after every epoch."""
+def train(name: str, step: Any, seed: int, data: ImageData, args: argparse.Namespace) -> Run:
+    """Run one training.
+
+    Args:
+      name: of the method.
+      step: what `gcjax.make_train_step` returned.
+      seed: of the initialisation and the batches.
+      data: what `load_digits` returns.
+      args: the options.
+
+    Returns:
+      Loss, entries sent, bytes and seconds of every step, and the test accuracy after every epoch.
+    """
     train_images, train_labels, test_images, test_labels = data
     batch = args.workers * args.batch
     steps = len(train_images) // batch  # the rest of the epoch is dropped
     state = step.init(Network().init(jax.random.key(seed), train_images[:1]))
-    order = np.random.default_rng(seed)
-    run = {"method": name, "seed": seed, "loss": [], "sent": [], "wire_bytes": [], "dense_bytes": [], "seconds": []}
+    rng = np.random.default_rng(seed)
+    run: Run = {
+        "method": name,
+        "seed": seed,
+        "loss": [],
+        "sent": [],
+        "wire_bytes": [],
+        "dense_bytes": [],
+        "seconds": [],
+    }
     run["test_accuracy"] = []
     with tqdm(total=args.epochs * steps, desc=f"{name}, seed {seed}", unit="step", leave=False) as bar:
         for _ in range(args.epochs):
-            for chosen in order.permutation(len(train_images))[: steps * batch].reshape(steps, batch):
+            for chosen in rng.permutation(len(train_images))[: steps * batch].reshape(steps, batch):
                 begin = time.perf_counter()
                 state, metrics = step(state, (train_images[chosen], train_labels[chosen]))
                 jax.block_until_ready(state)
@@ -101,19 +126,20 @@ def train(name, step, seed, data, args):
                 loss, ratio = f"{run['loss'][-1]:.3f}", f"{sent.compression_ratio:.0f}"
                 bar.set_postfix(loss=loss, compression=ratio, refresh=False)
                 bar.update()
-            # Off the mesh: there every virtual device would compute the same.
+            # Off the mesh, where every virtual device would compute the same.
             run["test_accuracy"].append(float(accuracy(jax.device_get(state.params), test_images, test_labels)))
     return run
 
 
-def by_method(runs):
-    found = {}
+def by_method(runs: list[Run]) -> dict[str, list[Run]]:
+    """The runs of each method."""
+    found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run["method"], []).append(run)
     return found
 
 
-def summary(run, parameters):
+def summary(run: Run, parameters: int) -> dict[str, float]:
     """The numbers of one run that go into the table."""
     sent = sum(run["sent"])
     return {
@@ -125,8 +151,8 @@ def summary(run, parameters):
     }
 
 
-def table(runs, parameters) -> str:
-    """Aligned text, a row for each method; medians, and ranges in brackets when there are several seeds."""
+def table(runs: list[Run], parameters: int) -> str:
+    """Aligned text with a row for each method: medians, and ranges in brackets if there are several seeds."""
     grouped = {name: [summary(run, parameters) for run in group] for name, group in by_method(runs).items()}
 
     def median(name, key):
@@ -148,7 +174,8 @@ def table(runs, parameters) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def plot(runs, parameters, args, path: Path) -> None:
+def plot(runs: list[Run], parameters: int, args: argparse.Namespace, path: Path) -> None:
+    """Plot accuracy against bytes, and compression against steps."""
     steps = len(runs[0]["sent"]) // args.epochs
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for i, (name, group) in enumerate(by_method(runs).items()):
@@ -162,7 +189,7 @@ def plot(runs, parameters, args, path: Path) -> None:
         with np.errstate(divide="ignore"):  # nothing sent in a whole epoch: infinite, a gap in the plot
             ratio = parameters / np.convolve(sent, np.ones(steps) / steps, "valid")
         right.plot(np.arange(steps, len(sent) + 1), ratio, **style)
-    # The first epochs of slow starters would squeeze the rest.
+    # Cuts off the first epochs of slow starters, which would squeeze the rest.
     bottom = min(70, 100 * min(run["test_accuracy"][-1] for run in runs) - 5)
     shown = [line.get_xdata()[line.get_ydata() >= bottom][0] for line in left.lines]
     left.set_xscale("log")
@@ -180,25 +207,25 @@ def plot(runs, parameters, args, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def parse_options():
-    """The options, checked, and the data."""
+def parse_options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, ImageData]:
+    """Parse the command line, or these arguments; return the options and the data."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
     parser.add_argument("--workers", type=count, default=8, help="workers, each a virtual CPU device; at least 2")
     parser.add_argument("--epochs", type=count, default=40, help="passes over the 1,437 training images")
     parser.add_argument("--batch", type=count, default=16, help="images per worker and step")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what to compare")
-    alphas = "criteria of variance, a run for each; the hybrid has the last"
+    alphas = "criteria of variance, with a run for each; the hybrid uses the last one"
     parser.add_argument("--alpha", nargs="+", type=real, default=[1.0, 1.5, 2.0], help=alphas)
     parser.add_argument("--threshold", type=real, default=0.1, help="tau of the hybrid")
     parser.add_argument("--learning-rate", type=real, default=2e-3, help="of Adam at the start; falls to 0 as a cosine")
-    parser.add_argument("--seeds", type=count, default=1, help="number of initialisations; medians when several")
+    parser.add_argument("--seeds", type=count, default=1, help="number of initialisations; several give medians")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for digits.png and digits.json")
-    parser.add_argument("--quick", action="store_true", help=f"other defaults, to see that it runs: {QUICK}")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help=f"other defaults, for a quick try: {QUICK}")
+    args = parser.parse_args(arguments)
     if args.quick:
         parser.set_defaults(**QUICK)
-        args = parser.parse_args()
+        args = parser.parse_args(arguments)
     args.methods, args.alpha = list(dict.fromkeys(args.methods)), list(dict.fromkeys(args.alpha))
     data = load_digits()
     if args.workers < 2:
@@ -214,7 +241,8 @@ def parse_options():
     return args, data
 
 
-def main():
+def main() -> None:
+    """Run the command."""
     args, data = parse_options()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.workers)

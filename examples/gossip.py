@@ -1,9 +1,9 @@
-"""Without a global round: SwarmSGD, D-PSGD, SGP and local SGD beside the all-reduce, on digits or CIFAR-10.
+"""Training without a global exchange: SwarmSGD, D-PSGD, SGP and local SGD against all-reduce, on digits or CIFAR-10.
 
 Trains one small convolutional network (Flax, momentum SGD) with 8 workers, which are this machine's accelerators or
-virtual CPU devices. Every worker has a part of the images of its own, and a model of its own; what is tested is the
-mean of the models. Prints a table of accuracy and bits sent, and writes a plot (gossip.png) and all curves
-(gossip.json). Nothing here is asynchronous: for that see gcjax.gossip.simulate and swarm_mpi.py.
+virtual CPU devices. Every worker has its own part of the images and its own model; the mean of the models is tested.
+Prints a table of accuracy and bits sent, and writes a plot (gossip.png) and all curves (gossip.json). Nothing here is
+asynchronous; for that see gcjax.gossip.simulate and swarm_mpi.py.
 
     python examples/gossip.py                                # scikit-learn's digits, two minutes on two cores
     python examples/gossip.py --data DIR                     # CIFAR-10, see cifar10.py; a quarter of an hour
@@ -15,7 +15,9 @@ import json
 import platform
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import flax
 import jax
@@ -24,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from common.cli import Parser, Problem, above_zero
-from common.images import CIFAR_MEAN, CIFAR_STD, load_cifar10, load_digits, normalise
+from common.images import CIFAR_MEAN, CIFAR_STD, ImageData, load_cifar10, load_digits, normalise
 from common.networks import Cnn
 from common.training import use_devices
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
@@ -33,7 +35,9 @@ from tqdm import tqdm
 import gcjax
 from gcjax import gossip
 
-# With SGD the mean of the models after every step is the model that the mean gradient makes.
+PyTree = Any
+# By key: title, and what makes the transform. The all-reduce is local SGD of one step: with SGD, averaging the models
+# after every step equals averaging the gradients.
 ALGORITHMS = {
     "all-reduce": ("all-reduce", lambda args, key: gossip.local_sgd(1, axis_name="data")),
     "local": ("local SGD", lambda args, key: gossip.local_sgd(args.local_steps, axis_name="data")),
@@ -54,38 +58,59 @@ CIFAR = {"batch": 64, "epochs": 6, "learning_rate": 0.02}
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito
 
 
-def batches(rng, parts, size: int):
-    """Numbers of the images of an epoch's batches, int[steps, workers * size]; every worker draws from its part.
+def batches(rng: np.random.Generator, parts: np.ndarray, size: int) -> np.ndarray:
+    """Draw the batches of an epoch, each worker's from its own images.
 
-    parts: int[workers, images], the images of each; what is left over in the end is dropped.
+    Args:
+      rng: decides on the order.
+      parts: int[workers, images], numbers of each worker's images. Those that fill no batch are dropped.
+      size: images per worker.
+
+    Returns:
+      int[steps, workers * size], numbers of images.
     """
     workers, own = parts.shape
     order = rng.permuted(parts, axis=1)[:, : own // size * size]
     return order.reshape(workers, -1, size).swapaxes(0, 1).reshape(-1, workers * size)
 
 
-def train(name: str, seed: int, data, args, mesh) -> dict:
-    """One training: after every epoch the accuracy of the mean model, consensus distance and bits per worker."""
+def logits(params: PyTree, images: jax.Array) -> jax.Array:
+    """float32[batch, 10] of images float32, or uint8 as CIFAR-10 has them."""
+    images = images if images.dtype == jnp.float32 else normalise(images, CIFAR_MEAN, CIFAR_STD)
+    return Cnn().apply({"params": params}, images, train=True)
+
+
+def loss_fn(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Mean cross-entropy of images and their labels."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch[0]), batch[1]).mean()
+
+
+@jax.jit
+def count_correct(params: PyTree, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Number of images whose label is the likeliest."""
+    return jnp.sum(jnp.argmax(logits(params, images), axis=-1) == labels)
+
+
+def train(name: str, seed: int, data: ImageData, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Run one training.
+
+    Args:
+      name: of the algorithm.
+      seed: of the initialisation, the batches and the algorithm.
+      data: training images, their labels, test images, their labels.
+      args: the options.
+      mesh: the workers.
+
+    Returns:
+      `epochs`, a row for each: accuracy of the mean model, consensus distance, bits per worker, and more.
+    """
     images, labels, test_images, test_labels = data
-    model = Cnn()
-
-    def logits(params, images):
-        images = images if images.dtype == jnp.float32 else normalise(images, CIFAR_MEAN, CIFAR_STD)
-        return model.apply({"params": params}, images, train=True)
-
-    def loss_fn(params, batch):
-        return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch[0]), batch[1]).mean()
-
-    @jax.jit
-    def right(params, images, labels):
-        return jnp.sum(jnp.argmax(logits(params, images), axis=-1) == labels)
-
     own = len(images) // args.workers
     steps = own // args.batch
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
-    ending = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
-    step = gossip.make_train_step(loss_fn, optax.chain(optax.sgd(rate, momentum=0.9), ending), mesh)
-    state = step.init(model.init(jax.random.key(seed), jnp.zeros((1, *images.shape[1:])), train=True)["params"])
+    exchange = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
+    step = gossip.make_train_step(loss_fn, optax.chain(optax.sgd(rate, momentum=0.9), exchange), mesh)
+    state = step.init(Cnn().init(jax.random.key(seed), jnp.zeros((1, *images.shape[1:])), train=True)["params"])
     parts = np.random.default_rng(seed).permutation(len(images))[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
     rows = []
@@ -99,10 +124,10 @@ def train(name: str, seed: int, data, args, mesh) -> dict:
                 losses.append(float(metrics.loss.mean()))
                 bar.update()
             sent = gossip.info(state.opt_state)
-            # Off the mesh: there every virtual device would compute the same.
+            # Off the mesh, where every virtual device would compute the same.
             mean = jax.device_get(gossip.mean_params(state.params, sent.weights))
             correct = [
-                int(right(mean, test_images[i : i + 1000], test_labels[i : i + 1000]))
+                int(count_correct(mean, test_images[i : i + 1000], test_labels[i : i + 1000]))
                 for i in range(0, len(test_images), 1000)
             ]
             row = {
@@ -118,45 +143,47 @@ def train(name: str, seed: int, data, args, mesh) -> dict:
     return {"algorithm": name, "seed": seed, "epochs": rows}
 
 
-def grouped(runs) -> dict[str, list[list[dict]]]:
+def grouped(runs: list[dict]) -> dict[str, list[list[dict]]]:
+    """The epochs of each algorithm's runs."""
     found: dict[str, list[list[dict]]] = {}
     for run in runs:
         found.setdefault(run["algorithm"], []).append(run["epochs"])
     return found
 
 
-def table(runs) -> str:
-    """Aligned text, a row for each algorithm; medians, and ranges in brackets when there are several seeds."""
+def table(runs: list[dict]) -> str:
+    """Aligned text with a row for each algorithm: medians, and ranges in brackets if there are several seeds."""
     head = ("algorithm", "test accuracy %", "to all-reduce", "consensus distance")
     lines = [(*head, "kbit/step/worker", "Mbit/worker", "repeated")]
     ends = {name: [epochs[-1] for epochs in group] for name, group in grouped(runs).items()}
     for name, rows in ends.items():
 
-        def middle(key, rows=rows):
+        def median(key, rows=rows):
             return statistics.median(row[key] for row in rows)
 
         scores = [row["accuracy"] for row in rows]
         ranged = f" ({min(scores):.2f} to {max(scores):.2f})" if len(scores) > 1 else ""
         gap = "-"
         if DENSE in ends:
-            gap = f"{middle('accuracy') - statistics.median(row['accuracy'] for row in ends[DENSE]):+.2f}"
-        bits = middle("bits")
+            gap = f"{median('accuracy') - statistics.median(row['accuracy'] for row in ends[DENSE]):+.2f}"
+        bits = median("bits")
         lines.append(
             (
                 ALGORITHMS[name][0],
-                f"{middle('accuracy'):.2f}{ranged}",
+                f"{median('accuracy'):.2f}{ranged}",
                 gap,
-                f"{middle('consensus_distance'):.4f}",
+                f"{median('consensus_distance'):.4f}",
                 f"{bits / rows[0]['step'] / 1e3:,.1f}",
                 f"{bits / 1e6:,.1f}",
-                f"{middle('repeated'):g}",
+                f"{median('repeated'):g}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines)
 
 
-def plot(runs, args, path: Path) -> None:
+def plot(runs: list[dict], args: argparse.Namespace, path: Path) -> None:
+    """Plot accuracy against bits, and against steps."""
     plt.switch_backend("Agg")  # draws without a display
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
     for name, group in grouped(runs).items():
@@ -169,7 +196,7 @@ def plot(runs, args, path: Path) -> None:
     best = max(line.get_ydata().max() for line in left.lines)
     lowest = min(line.get_ydata()[-1] for line in left.lines)
     left.set(xscale="log", xlabel="sent by a worker (Mbit)", ylabel="test accuracy of the mean model (%)")
-    left.set_ylim(lowest - max(10, best - lowest), best + 1)  # the first epochs would squeeze the rest
+    left.set_ylim(lowest - max(10, best - lowest), best + 1)  # cuts off the first epochs, which would squeeze the rest
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     left.xaxis.set_minor_formatter(NullFormatter())
     right.set(xlabel="step")
@@ -181,14 +208,15 @@ def plot(runs, args, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def parse_options(arguments=None):
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
-    parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; the digits without")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to compare")
-    parser.add_argument("--workers", type=count, default=8, help="workers, one a device; at least 2")
+    parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; digits without it")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="what to compare")
+    parser.add_argument("--workers", type=count, default=8, help="workers, one per device; at least 2")
     parser.add_argument("--local-steps", type=count, default=4, help="of local SGD and SwarmSGD")
-    text = "{}; of the digits {}, of CIFAR-10 {}"
+    text = "{}; {} for digits, {} for CIFAR-10"
     for name, kind, about in (
         ("batch", count, "images per worker and step"),
         ("epochs", count, "passes over the images"),
@@ -198,7 +226,7 @@ def parse_options(arguments=None):
         parser.add_argument(
             option, type=kind, default=argparse.SUPPRESS, help=text.format(about, DIGITS[name], CIFAR[name])
         )
-    parser.add_argument("--seeds", type=count, default=1, help="number of initialisations; medians when several")
+    parser.add_argument("--seeds", type=count, default=1, help="number of initialisations; several give medians")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for gossip.png and gossip.json")
     args = parser.parse_args(arguments)
     for name, value in (DIGITS if args.data is None else CIFAR).items():
@@ -209,7 +237,8 @@ def parse_options(arguments=None):
     return args
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Train with each algorithm; write the results."""
     data = load_digits() if args.data is None else load_cifar10(args.data)
     if args.workers * args.batch > len(data[0]):
         raise Problem(
@@ -238,6 +267,7 @@ def run(args) -> None:
 
 
 def main() -> int:
+    """Run the command; return the exit status."""
     try:
         run(parse_options())
     except Problem as problem:

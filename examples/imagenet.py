@@ -1,19 +1,19 @@
 """ImageNet, or any image folder, with any method of gcjax: ResNet-50, 16 workers x 32 as in the paper.
 
-The workers are this machine's accelerators, those of several machines, or virtual CPU devices. ImageNet comes from
-https://image-net.org (ILSVRC 2012); unpack it as train/CLASS/*.JPEG and val/CLASS/*.JPEG, where the validation images,
-which come in one folder, are sorted into those of their classes. Writes curves (steps.csv, epochs.csv), result.json,
-curves.png and checkpoints into --out, which several machines must share.
+The workers are this machine's accelerators, those of several machines, or virtual CPU devices. Fetch ImageNet (ILSVRC
+2012) from https://image-net.org and unpack it as train/CLASS/*.JPEG and val/CLASS/*.JPEG; the validation images come in
+one folder and must be sorted into classes. Writes curves (steps.csv, epochs.csv), result.json, curves.png and
+checkpoints into --out, which several machines must share.
 
-The paper's 90 epochs with momentum SGD, on 16 GPUs of 2 machines; on 10.0.0.1, and on the other one with --process 1:
+The paper's 90 epochs with momentum SGD, on 16 GPUs of 2 machines: on 10.0.0.1 as below, on the other with --process 1.
 
     python examples/imagenet.py --data DIR --dtype bfloat16 --coordinator 10.0.0.1:9876 --processes 2 --process 0
     ... --optimiser adam --learning-rate 0.001 --method "variance(alpha=2, threshold=0.1)"
     ... --resume                                                                # goes on after the last whole epoch
 
-A process that is lost ends the others with a line that says so.
+If a process is lost, the others print so and stop.
 
-On one machine with 8 GPUs, the same batch of 512; and a small network on virtual CPU devices, to see that it runs:
+The same batch of 512 on one machine with 8 GPUs, and a small network on virtual CPU devices to try the script:
 
     python examples/imagenet.py --data DIR --dtype bfloat16 --workers 8 --batch 64
     python examples/imagenet.py --data DIR --model resnet6 --size 32 --workers 2 --batch 8 --epochs 1
@@ -22,6 +22,7 @@ On one machine with 8 GPUs, the same batch of 512; and a small network on virtua
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -33,13 +34,40 @@ from common.cli import Parser, Problem, above_zero
 from common.folders import Decoders, Images, find_images
 from common.images import normalise
 from common.options import add_training
-from common.training import Task, batchnorm, on_mesh, train
+from common.training import Task, place_batches, train, whole_batch_norm
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-MARGIN = 224 / 256  # of the shorter side, that is evaluated
+MARGIN = 224 / 256  # of the shorter side, in evaluation
 
 
-def make_task(args, train: Images, held_out: Images, classes: list[str], decoders: Decoders) -> Task:
+def load_batches(
+    args: argparse.Namespace, decoders: Decoders, images: Images, numbers: np.ndarray, seed: tuple[int, ...] | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Load this process's part of each batch.
+
+    Args:
+      args: the options.
+      decoders: decode the images.
+      images: what the numbers refer to.
+      numbers: int[batches, workers * args.batch], an image's number; -1 for none, with the label -1.
+      seed: random crops follow from it and the image's number. None for central squares, as in evaluation.
+
+    Yields:
+      uint8[rows, size, size, 3] and labels int32[rows].
+    """
+    devices = enumerate(jax.devices()[: args.workers])
+    own = [worker for worker, device in devices if device.process_index == jax.process_index()]
+    numbers = numbers.reshape(-1, args.workers, args.batch)[:, own].reshape(len(numbers), -1)
+    requests = ([[images.paths[i], seed and (*seed, int(i))] for i in row] for row in numbers)
+    pixels = decoders.batches(requests, 1.0 if seed else MARGIN)
+    for row, batch in zip(numbers, pixels, strict=True):
+        yield batch, np.where(row < 0, -1, images.labels[row])
+
+
+def make_task(
+    args: argparse.Namespace, train: Images, held_out: Images, classes: list[str], decoders: Decoders
+) -> Task:
+    """The task of training on `train` and evaluating on `held_out`."""
     size = args.workers * args.batch
     steps = len(train.paths) // size  # the rest of an epoch is dropped
     if not steps:
@@ -55,32 +83,22 @@ def make_task(args, train: Images, held_out: Images, classes: list[str], decoder
 
     def loss(params, batch, key, model_state):
         images, labels = batch
-        with batchnorm(args):
+        with whole_batch_norm(args):
             variables = {"params": params, "batch_stats": model_state}
             logits, updated = model.apply(variables, images, train=True, mutable=["batch_stats"])
         mean = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return mean, updated["batch_stats"]
 
-    def loaded(images: Images, numbers, seed=None):
-        """Images and labels of this process's workers, for each row of numbers; -1 stands for none."""
-        devices = enumerate(jax.devices()[: args.workers])
-        own = [w for w, device in devices if device.process_index == jax.process_index()]
-        numbers = numbers.reshape(-1, args.workers, args.batch)[:, own].reshape(len(numbers), -1)
-        requests = ([[images.paths[i], seed and (*seed, int(i))] for i in row] for row in numbers)
-        pixels = decoders.batches(requests, 1.0 if seed else MARGIN)
-        for row, batch in zip(numbers, pixels, strict=True):
-            yield batch, np.where(row < 0, -1, images.labels[row])
-
     def batches(epoch):
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train.paths))[: steps * size]
-        return loaded(train, order.reshape(steps, size), (args.seed, epoch))
+        return load_batches(args, decoders, train, order.reshape(steps, size), (args.seed, epoch))
 
     def prepare(key, batch):
         images, labels = batch
         return normalise(images, MEAN, STD), labels
 
-    def right(params, model_state, batch):
-        """Whether the label is the likeliest class, and one of the five likeliest: how often, over all workers."""
+    def count_correct(params, model_state, batch):
+        """For how many images of all workers the label is the likeliest class, and one of the five likeliest."""
         images, labels = prepare(None, batch)
         logits = model.apply({"params": params, "batch_stats": model_state}, images, train=False)
         hits = jax.lax.top_k(logits, top)[1] == labels[:, None]
@@ -91,18 +109,20 @@ def make_task(args, train: Images, held_out: Images, classes: list[str], decoder
         params, model_state = jax.device_put((params, model_state), jax.NamedSharding(mesh, jax.P()))
         count = len(held_out.paths)
         numbers = np.append(np.arange(count), np.full(-count % size, -1)).reshape(-1, size)
-        correct = sum(np.asarray(score(mesh, params, model_state, x)) for x in on_mesh(loaded(held_out, numbers), mesh))
+        parts = place_batches(load_batches(args, decoders, held_out, numbers, None), mesh)
+        correct = sum(np.asarray(score(mesh, params, model_state, part)) for part in parts)
         return {"accuracy": float(correct[0] / count), "top_5_accuracy": float(correct[1] / count)}
 
     @jax.jit(static_argnums=0)
     def score(mesh, params, model_state, batch):
         specs = (jax.P(), jax.P(), jax.P("data"))
-        return jax.shard_map(right, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, model_state, batch)
+        return jax.shard_map(count_correct, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, model_state, batch)
 
     return Task(init, loss, steps, batches, prepare, evaluate)
 
 
-def parse_options(arguments=None):
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count = above_zero(int)
     parser.add_argument("--data", type=Path, required=True, help="folder of images, see above")
@@ -113,7 +133,7 @@ def parse_options(arguments=None):
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument(
-        "--decoders", type=count, default=usable, help="processes that decode images, for each process of JAX"
+        "--decoders", type=count, default=usable, help="processes that decode images, for each JAX process"
     )
     launch.add_options(parser)
     add_training(parser, workers=16, batch=32, epochs=90, learning_rate=0.2, optimiser="sgd", schedule="steps")
@@ -123,13 +143,14 @@ def parse_options(arguments=None):
     return args
 
 
-def run(args) -> None:
-    found = find_images(args.data)
+def run(args: argparse.Namespace) -> None:
+    """Train, once the processes are joined."""
+    train_images, held_out, classes = find_images(args.data)
     processes = jax.process_count() if jax.distributed.is_initialized() else 1
     if args.workers % processes:
         raise Problem(f"--workers {args.workers} cannot be split evenly over {processes} processes")
     with Decoders(args.decoders, args.workers // processes * args.batch, args.size) as decoders:
-        result = train(make_task(args, *found, decoders), args)
+        result = train(make_task(args, train_images, held_out, classes, decoders), args)
     last = result["epochs"][-1]
     if jax.process_index() == 0:
         print(
@@ -140,9 +161,10 @@ def run(args) -> None:
 
 
 def main() -> int:
+    """Run the command; return the exit status."""
     args = parse_options()
     if args.processes:
-        jax.config.update("jax_num_cpu_devices", max(args.workers // args.processes, 1))  # not of accelerators
+        jax.config.update("jax_num_cpu_devices", max(args.workers // args.processes, 1))  # does not affect accelerators
     return launch.run(args, run)
 
 

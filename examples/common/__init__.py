@@ -1,1 +1,1 @@
-"""What the training examples share: options, data, networks, the loop."""
+"""What the training examples share: options, data, networks, the training loop, processes."""

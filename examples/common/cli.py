@@ -1,28 +1,32 @@
-"""What all command lines share: errors of one line, bounded numbers. Without JAX, so that launchers start at once."""
+"""What all command lines share: one-line errors, bounded numbers. Without JAX, so that launchers start at once."""
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 class Problem(Exception):
-    """Something that the user can mend, in one line."""
+    """An error that the user can fix. Its message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
+    """A parser whose errors are one line."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
-def above_zero(number):
-    """A parser of finite numbers above zero, `number` being int or float."""
+def above_zero(number: type[Number]) -> Callable[[str], Number]:
+    """A parser of finite numbers above zero, whole ones where `number` is int."""
 
-    def parse(text):
+    def parse(text: str) -> Number:
         try:
             value = number(text)
         except ValueError:
-            value = math.nan
+            value = number(0)
         if not 0 < value < math.inf:
             kind = "a whole number" if number is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
@@ -32,7 +36,7 @@ def above_zero(number):
 
 
 def from_zero(text: str) -> float:
-    """A finite number, 0 or above."""
+    """Parse a finite number, 0 or above."""
     try:
         value = float(text)
     except ValueError:

@@ -8,37 +8,49 @@ import math
 import mmap
 import signal
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
-def decode(path: str, size: int, seed=None, margin: float = 1.0) -> np.ndarray:
-    """An image file as uint8[size, size, 3], RGB.
 
-    seed: whole numbers that decide on a random crop (8 to 100 % of the area, 3:4 to 4:3) and whether it is mirrored, as
-      in Szegedy et al. 2015 (arXiv 1409.4842); None for the square in the middle, `margin` times the shorter side.
+def decode(path: str, size: int, seed: Sequence[int] | None = None, margin: float = 1.0) -> np.ndarray:
+    """Decode an image file, crop it and resize the crop to a square.
+
+    Args:
+      path: the file.
+      size: pixels of the result's sides.
+      seed: of a random crop and of whether it is mirrored, see `random_crop`. None for the central square.
+      margin: side of the central square as a share of the image's shorter side.
+
+    Returns:
+      uint8[size, size, 3], RGB.
     """
     with Image.open(path) as image:
         width, height = image.size
         rng = None if seed is None else np.random.default_rng(seed)
-        left, top, right, bottom = middle(width, height, margin) if rng is None else crop(rng, width, height)
-        # Only a JPEG can be decoded at 1/2, 1/4 or 1/8; the crop still has at least `size` pixels then.
+        crop = central_square(width, height, margin) if rng is None else random_crop(rng, width, height)
+        left, top, right, bottom = crop
+        # Decodes a JPEG, and only a JPEG, at 1/2, 1/4 or 1/8, such that the crop still has at least `size` pixels.
         image.draft(None, (width * size / (right - left), height * size / (bottom - top)))
         across, down = image.size[0] / width, image.size[1] / height
         box = left * across, top * down, min(right * across, image.size[0]), min(bottom * down, image.size[1])
-        coloured = image if image.mode == "RGB" else image.convert("RGB")
-        pixels = np.asarray(coloured.resize((size, size), Image.Resampling.BILINEAR, box))
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        pixels = np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     return pixels[:, ::-1] if rng is not None and rng.random() < 0.5 else pixels
 
 
-def middle(width: int, height: int, margin: float):
+def central_square(width: int, height: int, margin: float) -> Box:
+    """The square in the middle of an image, its side `margin` times the shorter side."""
     side = margin * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
-def crop(rng, width: int, height: int):
+def random_crop(rng: np.random.Generator, width: int, height: int) -> Box:
+    """A crop of 8 to 100 % of the area, 3:4 to 4:3, as in Szegedy et al. 2015 (arXiv 1409.4842)."""
     for _ in range(10):
         area = rng.uniform(0.08, 1) * width * height
         ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -46,16 +58,20 @@ def crop(rng, width: int, height: int):
         if 0 < across <= width and 0 < down <= height:
             left, top = int(rng.integers(width - across + 1)), int(rng.integers(height - down + 1))
             return left, top, left + across, top + down
-    return middle(width, height, 1.0)
+    return central_square(width, height, 1.0)
 
 
 def serve(descriptor: int, shape: list[int]) -> None:
-    """Decode what standard input asks for into shared memory; an answer for each line: null, or what went wrong.
+    """Answer requests on standard input by decoding into shared memory, until the input ends.
 
-    A line: slot, first row, margin, and [path, seed or null] for each row. The end of the input ends the process,
-    so that none outlives its parent.
+    A request is a line of JSON: slot, first row, margin, and [path, seed or null] for each row. The answer is a line
+    too: null, or an error message. As the input ends with the parent, no worker outlives it.
+
+    Args:
+      descriptor: file descriptor of the shared memory.
+      shape: of the memory, [slots, rows, size, size, 3].
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent reports it
     slots = np.frombuffer(mmap.mmap(descriptor, math.prod(shape)), np.uint8).reshape(shape)
     for line in sys.stdin:
         slot, first, margin, images = json.loads(line)

@@ -1,4 +1,4 @@
-"""Image folders: train/CLASS/* and val/CLASS/* (or test/CLASS/*), whole or streamed from worker processes."""
+"""Image folders (train/CLASS/* and val/CLASS/* or test/CLASS/*), loaded whole or decoded by worker processes."""
 
 import collections
 import contextlib
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -19,61 +19,80 @@ from common.cli import Problem
 from common.decode import decode
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp"}
-LAYOUT = "lay images out as train/CLASS/*.jpg and val/CLASS/*.jpg (png and webp do too, and test for val)"
+LAYOUT = "lay images out as train/CLASS/*.jpg and val/CLASS/*.jpg (or *.png, *.webp; test works for val)"
 
 
 class Images(NamedTuple):
-    """paths: files, by class and name.  labels: int32, the classes' numbers, which go by name."""
+    """Labelled image files.
+
+    Attributes:
+      paths: files, sorted by class and name.
+      labels: int32[n], number of each image's class in the sorted class names.
+    """
 
     paths: list[str]
     labels: np.ndarray
 
 
 def find_images(folder: Path) -> tuple[Images, Images, list[str]]:
-    """Images to train on, images held out, names of the classes. Raises Problem, saying what is wrong."""
+    """Images to train on, held-out images, names of the classes.
+
+    Raises:
+      Problem: the folder is not laid out as expected.
+    """
     if not folder.is_dir():
         raise Problem(
             f"--data: there is no folder {str(folder)!r}: fetch images (ImageNet: https://image-net.org) and {LAYOUT}"
         )
     held_out = next((folder / name for name in ("val", "test") if (folder / name).is_dir()), None)
-    for name, found in (("train", (folder / "train").is_dir()), ("val", held_out)):
-        if not found:
-            raise Problem(f"--data: {str(folder)!r} has no folder {name!r}: {LAYOUT}")
-    train, other = _by_class(folder / "train"), _by_class(held_out)
-    if wrong := sorted(train.keys() ^ other.keys()):
-        where, lacks = (folder / "train", held_out) if wrong[0] in train else (held_out, folder / "train")
-        raise Problem(f"--data: the class {wrong[0]!r} is in {str(where)!r} but not in {str(lacks)!r}: {LAYOUT}")
+    if not (folder / "train").is_dir() or held_out is None:
+        missing = "val" if (folder / "train").is_dir() else "train"
+        raise Problem(f"--data: {str(folder)!r} has no folder {missing!r}: {LAYOUT}")
+    train, other = _files_by_class(folder / "train"), _files_by_class(held_out)
+    if unmatched := sorted(train.keys() ^ other.keys()):
+        name = unmatched[0]
+        where, lacks = (folder / "train", held_out) if name in train else (held_out, folder / "train")
+        raise Problem(f"--data: the class {name!r} is in {str(where)!r} but not in {str(lacks)!r}: {LAYOUT}")
     return _listed(train), _listed(other), list(train)
 
 
-def _by_class(folder: Path) -> dict[str, list[str]]:
-    """Class to its image files, both sorted."""
+def _files_by_class(folder: Path) -> dict[str, list[str]]:
+    """From each class to its image files, both sorted."""
     names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
     if not names:
-        raise Problem(f"--data: {str(folder)!r} has no folders of classes: {LAYOUT}")
+        raise Problem(f"--data: {str(folder)!r} has no class folders: {LAYOUT}")
     found = {}
     for name in names:
         with os.scandir(folder / name) as entries:
             found[name] = sorted(e.path for e in entries if os.path.splitext(e.name)[1].lower() in ENDINGS)
         if not found[name]:
-            raise Problem(f"--data: no jpg, png or webp in {str(folder / name)!r}: fill this class or delete it")
+            raise Problem(f"--data: no jpg, png or webp in {str(folder / name)!r}: add images or delete the folder")
     return found
 
 
-def _listed(by_class: dict[str, list[str]]) -> Images:
-    paths = [path for files in by_class.values() for path in files]
-    counts = [len(files) for files in by_class.values()]
+def _listed(files_by_class: dict[str, list[str]]) -> Images:
+    paths = [path for files in files_by_class.values() for path in files]
+    counts = [len(files) for files in files_by_class.values()]
     return Images(paths, np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
 
-def load_folder(folder: Path, size: int):
-    """Small sets, whole: training images uint8[n, size, size, 3] and labels int32[n], held-out images and labels.
+def load_folder(folder: Path, size: int) -> list[np.ndarray]:
+    """Load a small data set into memory.
 
-    Each image is the square in the middle of its file, resized. The order is random, always the same, so that the first
-    images are of all classes. Raises Problem.
+    Args:
+      folder: an image folder.
+      size: each image is the central square of its file, resized to `size` pixels.
+
+    Returns:
+      Training images uint8[n, size, size, 3], their labels int32[n], held-out images, their labels. The order is a
+      fixed random one, so that the first images are of all classes.
+
+    Raises:
+      Problem: the folder is not laid out as expected, or an image cannot be read.
     """
+    train, held_out, _ = find_images(folder)
     parts = []
-    for images in find_images(folder)[:2]:
+    for images in (train, held_out):
         order = np.random.default_rng(0).permutation(len(images.paths))
         pixels = np.empty((len(order), size, size, 3), np.uint8)
         for row, number in enumerate(order):
@@ -87,39 +106,60 @@ def load_folder(folder: Path, size: int):
 
 
 class Decoders:
-    """Worker processes that decode batches of images ahead of their use, into memory that they share with this one.
+    """Worker processes that decode batches of images ahead of their use, into memory that they share with this process.
 
-    processes: their number.  rows: images in a batch.  size: pixels of their sides.  ahead: batches in work at a time,
-    which need `rows * size * size * 3` bytes each. Every process decodes the same rows of each batch; being batches
-    ahead evens out which of them takes longer.
+    Each worker decodes the same rows of every batch. Being several batches ahead evens out their speeds.
     """
 
     def __init__(self, processes: int, rows: int, size: int, ahead: int = 4):
+        """Start the workers.
+
+        Args:
+          processes: number of workers.
+          rows: images of a batch.
+          size: pixels of their sides.
+          ahead: batches in flight, each of which takes `rows * size * size * 3` bytes.
+        """
         shape = (ahead, rows, size, size, 3)
-        with _memory() as file:
+        with _memory_file() as file:
             os.ftruncate(file.fileno(), math.prod(shape))
             self.slots = np.frombuffer(mmap.mmap(file.fileno(), math.prod(shape)), np.uint8).reshape(shape)
-            # Programs of their own rather than `multiprocessing`: that would import JAX in each of them.
+            # Separate programs, because `multiprocessing` would import JAX in each worker.
             program = Path(__file__).with_name("decode.py")
             command = [sys.executable, "-P", str(program), str(file.fileno()), json.dumps(shape)]
             self.parts = np.array_split(np.arange(rows), min(processes, rows))
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "pass_fds": [file.fileno()]}
-            self.workers = [subprocess.Popen(command, **pipes) for _ in self.parts]
+            self.workers = [
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[file.fileno()]
+                )
+                for _ in self.parts
+            ]
 
-    def __enter__(self):
+    def __enter__(self) -> "Decoders":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
             worker.wait()
             worker.stdout.close()
-            with contextlib.suppress(BrokenPipeError):  # it had not read all of what was asked
+            with contextlib.suppress(BrokenPipeError):  # the worker had not read all requests
                 worker.stdin.close()
 
     def batches(self, requests: Iterable[list], margin: float = 1.0) -> Iterator[np.ndarray]:
-        """uint8[rows, size, size, 3] for each request, `[path, seed]` for each row; see `common.decode.decode`."""
+        """Decode batch after batch.
+
+        Args:
+          requests: for each batch a list with `[path, seed]` for each row, see `common.decode.decode`.
+          margin: see there.
+
+        Yields:
+          uint8[rows, size, size, 3].
+
+        Raises:
+          Problem: an image cannot be read, or a worker died.
+        """
         waiting: collections.deque[int] = collections.deque()
         for number, images in enumerate(requests):
             if len(waiting) == len(self.slots):
@@ -131,7 +171,7 @@ class Decoders:
         while waiting:
             yield self._collect(waiting.popleft())
 
-    def _ask(self, worker, request) -> None:
+    def _ask(self, worker: subprocess.Popen, request: list) -> None:
         try:
             worker.stdin.write(json.dumps(request) + "\n")
             worker.stdin.flush()
@@ -145,17 +185,17 @@ class Decoders:
                 raise self._died(worker)
             if problem := json.loads(answer):
                 raise Problem(f"--data: {problem}")
-        return self.slots[slot].copy()  # the slot is filled anew before the batch is used up
+        return self.slots[slot].copy()  # the slot is filled again before the batch is used up
 
-    def _died(self, worker) -> Problem:
+    def _died(self, worker: subprocess.Popen) -> Problem:
         return Problem(
             f"a process that decodes images has died (exit status {worker.wait()}; -9 is often lack of memory): start "
-            "again with --resume, with fewer --decoders or a smaller --batch if it happens again"
+            "again with --resume; if it recurs, with fewer --decoders or a smaller --batch"
         )
 
 
-def _memory():
-    """A file in memory, which only its descriptor names."""
+def _memory_file() -> IO[bytes]:
+    """A file in memory that has no name."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("images"), "w+b")
     return tempfile.TemporaryFile()

@@ -1,6 +1,7 @@
-"""CIFAR-10 from its official files, scikit-learn's digits, and flips and crops."""
+"""CIFAR-10 from its official files, scikit-learn's digits, augmentation."""
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,13 +16,20 @@ LAYOUTS = {
     "cifar-10-batches-py": ([f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
     "cifar-10-batches-bin": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
 }
+ImageData = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # training images, their labels, the same to test
 
 
-def load_cifar10(folder: Path):
-    """Training images uint8[50000, 32, 32, 3] and labels int32[50000], test images and labels (10,000).
+def load_cifar10(folder: Path) -> ImageData:
+    """Read CIFAR-10.
 
-    folder: `cifar-10-batches-py` (python version), `cifar-10-batches-bin` (binary version), or what holds one of them.
-    Raises Problem, saying what to fetch and where to put it.
+    Args:
+      folder: `cifar-10-batches-py` (python version), `cifar-10-batches-bin` (binary version) or the folder of either.
+
+    Returns:
+      Training images uint8[50000, 32, 32, 3], their labels int32[50000], 10,000 test images, their labels.
+
+    Raises:
+      Problem: the files are missing or damaged; the message says what to fetch and where to put it.
     """
     for name, (train, test) in LAYOUTS.items():
         for place in (folder / name, folder):
@@ -35,22 +43,22 @@ def load_cifar10(folder: Path):
     )
 
 
-def _read(path: Path):
+def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8[n, 32, 32, 3] and labels int32[n] of one file."""
     again = f"unpack the archive from {SOURCE} again"
     if not path.is_file():
-        raise Problem(f"{str(path)!r} is missing, though other files of CIFAR-10 are there: {again}")
+        raise Problem(f"{str(path)!r} is missing, though other files of CIFAR-10 exist: {again}")
     if path.suffix == ".bin":
         content = np.fromfile(path, np.uint8)
         if len(content) == 0 or len(content) % 3073:
-            raise Problem(f"{str(path)!r} has {len(content)} bytes, not a multiple of 3073, so it is cut off: {again}")
+            raise Problem(f"{str(path)!r} has {len(content)} bytes, not a multiple of 3073: it is cut off, {again}")
         rows = content.reshape(-1, 3073)
         labels, pixels = rows[:, 0], rows[:, 1:]
     else:
         try:
             with open(path, "rb") as file:
-                content = ArraysOnly(file, encoding="bytes").load()
-            labels, pixels = np.asarray(content[b"labels"]), np.asarray(content[b"data"])
+                batch = ArraysOnly(file, encoding="bytes").load()
+            labels, pixels = np.asarray(batch[b"labels"]), np.asarray(batch[b"data"])
         except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise Problem(f"{str(path)!r} cannot be read ({error or type(error).__name__}): {again}") from None
         if pixels.ndim != 2 or pixels.shape != (len(labels), 3072):
@@ -62,7 +70,7 @@ def _read(path: Path):
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Pickles may run any code; those of CIFAR-10 hold nothing but containers and numpy arrays."""
+    """Loads containers and numpy arrays, which is all that CIFAR-10 has. Other pickles could run any code."""
 
     ALLOWED = (
         ("numpy", "ndarray"),
@@ -72,14 +80,14 @@ class ArraysOnly(pickle.Unpickler):
         ("_codecs", "encode"),
     )
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> type:
         if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it wants to call {module}.{name}, which pickles of CIFAR-10 do not")
+            raise pickle.UnpicklingError(f"it calls {module}.{name}, which the files of CIFAR-10 do not")
         return super().find_class(module, name)
 
 
-def load_digits():
-    """As `load_cifar10`, scikit-learn's digits: images float32[n, 8, 8, 1] from 0 to 1, always the same split."""
+def load_digits() -> ImageData:
+    """scikit-learn's digits, as `load_cifar10`: float32[n, 8, 8, 1] from 0 to 1, in a fixed split."""
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -92,8 +100,8 @@ def load_digits():
     return train, train_labels, test, test_labels
 
 
-def flip_and_crop(key, images, padding: int = 4):
-    """Each image mirrored with probability 1/2, and cropped at random after padding with zeros; [n, h, w, c]."""
+def flip_and_crop(key: jax.Array, images: jax.Array, padding: int = 4) -> jax.Array:
+    """Mirror each image [n, h, w, c] with probability 1/2, pad it with zeros and crop it at random to its old size."""
     flips, crops = jax.random.split(key)
     n, height, width, channels = images.shape
     mirrored = jax.random.bernoulli(flips, 0.5, (n, 1, 1, 1))
@@ -107,6 +115,6 @@ def flip_and_crop(key, images, padding: int = 4):
     return jax.vmap(crop)(images, corners)
 
 
-def normalise(images, mean, std):
-    """uint8 or float in 0..255 to float32 of about mean 0 and deviation 1, channel by channel."""
+def normalise(images: np.ndarray | jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
+    """Pixels from 0 to 255, as float32 of about mean 0 and deviation 1 in each channel."""
     return (images.astype(jnp.float32) / 255 - jnp.array(mean)) / jnp.array(std)

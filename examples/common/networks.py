@@ -1,23 +1,29 @@
-"""Image networks in Flax. Images are float32[batch, height, width, 3]; the result is float32 logits[batch, classes].
+"""Image networks in Flax, from float32[batch, height, width, 3] to float32 logits[batch, classes].
 
-`train` switches dropout and the batch statistics of BatchNorm on.
+`train` turns on dropout and the batch statistics of BatchNorm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 
 class Cnn(nn.Module):
-    """Three strided convolutions with GroupNorm and a dense layer, for two CPU cores: 92,074 parameters at width 32."""
+    """Three strided convolutions with GroupNorm and a dense layer: small enough for two CPU cores.
+
+    Attributes:
+      classes: number of classes.
+      width: features of the first layer; 92,074 parameters at 32.
+    """
 
     classes: int = 10
     width: int = 32
 
     @nn.compact
-    def __call__(self, x, train: bool):
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         del train
         for features, size in ((self.width, 5), (2 * self.width, 3), (3 * self.width, 3)):
             x = nn.Conv(features, (size, size), strides=2)(x)
@@ -28,14 +34,18 @@ class Cnn(nn.Module):
 class Vgg(nn.Module):
     """Thirteen convolutions with BatchNorm and dropout, two dense layers: the paper's kind of network for CIFAR-10.
 
-    14,986,570 parameters at width 64. How much is dropped where is not in the paper; these are usual values.
+    The paper does not give its dropout rates; these are usual values.
+
+    Attributes:
+      classes: number of classes.
+      width: features of the first layer; 14,986,570 parameters at 64.
     """
 
     classes: int = 10
     width: int = 64
 
     @nn.compact
-    def __call__(self, x, train: bool):
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
         for blocks, times in ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8)):
             for last in [False] * (blocks - 1) + [True]:
@@ -48,15 +58,22 @@ class Vgg(nn.Module):
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """Two 3x3 convolutions and a shortcut.
+
+    Attributes:
+      features: of the result.
+      stride: of the first convolution.
+      norm: makes a normalisation layer.
+      conv: makes a convolution.
+    """
 
     features: int
     stride: int
-    norm: type
-    conv: type
+    norm: Callable[..., nn.Module]
+    conv: Callable[..., nn.Module]
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.relu(self.norm()(self.conv(self.features, (3, 3), strides=self.stride)(x)))
         y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.features, (3, 3))(y))
         if x.shape != y.shape:
@@ -65,15 +82,15 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride) and 1x1 convolutions, the last four times as wide, and a shortcut."""
+    """1x1, 3x3 (with the stride) and 1x1 convolutions, and a shortcut; otherwise like `Basic`."""
 
     features: int
     stride: int
-    norm: type
-    conv: type
+    norm: Callable[..., nn.Module]
+    conv: Callable[..., nn.Module]
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.relu(self.norm()(self.conv(self.features, (1, 1))(x)))
         y = nn.relu(self.norm()(self.conv(self.features, (3, 3), strides=self.stride)(y)))
         y = self.norm(scale_init=nn.initializers.zeros)(self.conv(4 * self.features, (1, 1))(y))
@@ -85,20 +102,24 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """He et al. 2016 (arXiv 1512.03385), with BatchNorm.
 
-    stages: number of blocks in each. width: features of the first stage; each further one halves the image and doubles
-    them. stem: "cifar" (3x3) or "imagenet" (7x7 with stride 2, max pooling). dtype: of the computation; parameters,
-    statistics and logits stay float32.
+    Attributes:
+      stages: number of blocks in each stage.
+      block: `Basic` or `Bottleneck`.
+      classes: number of classes.
+      width: features of the first stage. Each further stage halves the image and doubles the features.
+      stem: "cifar" (3x3) or "imagenet" (7x7 with stride 2, max pooling).
+      dtype: of the computation; parameters, statistics and logits stay float32.
     """
 
     stages: Sequence[int]
-    block: type = Basic
+    block: type[nn.Module] = Basic
     classes: int = 10
     width: int = 16
     stem: str = "cifar"
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x, train: bool):
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
         if self.stem == "imagenet":
@@ -121,5 +142,5 @@ CIFAR = {
 }
 IMAGENET = {
     "resnet50": partial(ResNet, (3, 4, 6, 3), Bottleneck, width=64, stem="imagenet"),
-    "resnet6": partial(ResNet, (1, 1), Basic, width=8, stem="imagenet"),  # to see that it runs
+    "resnet6": partial(ResNet, (1, 1), Basic, width=8, stem="imagenet"),  # to try the script
 }

@@ -4,6 +4,8 @@ import argparse
 import ast
 import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +15,54 @@ import gcjax
 from common.cli import Problem, above_zero, from_zero
 
 SCHEDULES = ("halve", "steps", "cosine", "constant")
+MethodChoice = tuple[str, dict[str, Any]]  # name without `_compress`, options
 
 
-def methods() -> list[str]:
-    """Names of all methods of gcjax, without the ending `_compress`."""
+def method_names() -> list[str]:
+    """Names of all methods of gcjax, without `_compress`."""
     return sorted(name.removesuffix("_compress") for name in gcjax.__all__ if name.endswith("_compress"))
 
 
-def method(text: str):
-    """`variance(alpha=2, threshold=0.1)` -> ("variance", {"alpha": 2, "threshold": 0.1}); a bare name is enough."""
+def parse_method(text: str) -> MethodChoice:
+    """Parse `--method`.
+
+    Args:
+      text: a call with keywords, or a bare name: `variance(alpha=2, threshold=0.1)`, `dense`.
+
+    Returns:
+      Name and options: `("variance", {"alpha": 2, "threshold": 0.1})`.
+
+    Raises:
+      ArgumentTypeError: no such call, no such method, or no such option of it.
+    """
     try:
         tree = ast.parse(text, mode="eval").body
-        name, given = (tree.id, []) if isinstance(tree, ast.Name) else (tree.func.id, tree.keywords)
-        if isinstance(tree, ast.Call) and tree.args:
+        call = ast.Call(tree, [], []) if isinstance(tree, ast.Name) else tree
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in given}
-    except (SyntaxError, ValueError, AttributeError):
+        name = call.func.id
+        options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
         raise argparse.ArgumentTypeError(f"must be like 'top_k(density=0.01)', got {text!r}") from None
-    if name not in methods():
-        raise argparse.ArgumentTypeError(f"gcjax has no method {name!r}; it has {', '.join(methods())}")
+    if name not in method_names():
+        raise argparse.ArgumentTypeError(f"gcjax has no method {name!r}; it has {', '.join(method_names())}")
     known = set(inspect.signature(_factory(name)).parameters) - {"axis_name", "inner_axis_name"}
     if unknown := set(options) - known:
         raise argparse.ArgumentTypeError(f"{name} has no option {min(unknown)!r}; it has {', '.join(sorted(known))}")
     return name, options
 
 
-def make_compressor(chosen, axis_name):
-    """The transform. A method that draws random numbers gets `key=0` unless it is given another whole number.
+def make_compressor(chosen: MethodChoice, axis_name: str | None) -> optax.GradientTransformationExtraArgs:
+    """Make the transform of a method.
 
-    Not while options are parsed: a key needs a device, and how many there are is not yet settled then.
+    Call it after the number of devices is set: a random key is put on a device.
+
+    Args:
+      chosen: what `parse_method` returned. An option `key` is a seed; a method that needs one gets 0 by default.
+      axis_name: mesh axis of the workers, None for a single worker.
+
+    Raises:
+      Problem: the method rejects its options.
     """
     name, options = chosen
     make = _factory(name)
@@ -56,15 +77,21 @@ def make_compressor(chosen, axis_name):
         raise Problem(f"--method {name}: {error}") from None
 
 
-def _factory(name: str):
+def _factory(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     return getattr(gcjax, f"{name}_compress")
 
 
-def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_epochs: float = 0.0):
-    """Learning rate by step.
+def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_epochs: float = 0.0) -> optax.Schedule:
+    """The learning rate of each step.
 
-    halve: by 2 every twelfth of the run, as the paper does every 25 of 300 epochs. steps: by 10 after 3, 6 and 8
-    ninths, as Goyal et al. 2017 (arXiv 1706.02677) do after 30, 60 and 80 of 90 epochs; they warm up for 5 epochs.
+    Args:
+      schedule: "constant"; "cosine", which falls to 0; "halve", by 2 every twelfth of the run, as the paper does every
+        25 of 300 epochs; or "steps", by 10 after 3, 6 and 8 ninths, as Goyal et al. 2017 (arXiv 1706.02677) do after
+        30, 60 and 80 of 90 epochs.
+      peak: the highest rate.
+      steps: of the run.
+      epochs: of the run.
+      warmup_epochs: epochs in which the rate rises from 0 linearly.
     """
     if schedule == "constant":
         rate = optax.constant_schedule(peak)
@@ -79,21 +106,32 @@ def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_ep
     return (lambda step: rate(step) * jnp.minimum((step + 1) / rising, 1)) if rising else rate
 
 
-def make_optimiser(name: str, rate, momentum: float, weight_decay: float):
-    """Adam, or SGD with momentum; weight decay is added to the averaged gradient, after compression."""
+def make_optimiser(
+    name: str, rate: optax.Schedule, momentum: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Adam, or SGD with momentum. Weight decay is added to the averaged gradient, after compression."""
     decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
     rule = optax.adam(rate) if name == "adam" else optax.sgd(rate, momentum or None)
     return optax.chain(*decay, rule)
 
 
-def add_training(parser, *, workers, batch, epochs, learning_rate, optimiser="adam", schedule="cosine") -> None:
-    """The options that all training examples have."""
+def add_training(
+    parser: argparse.ArgumentParser,
+    *,
+    workers: int,
+    batch: int,
+    epochs: int,
+    learning_rate: float,
+    optimiser: str = "adam",
+    schedule: str = "cosine",
+) -> None:
+    """Add the options of all training examples, with these defaults."""
     count, real = above_zero(int), above_zero(float)
     text = (
         "how gradients are exchanged, with options: 'variance(alpha=2)', 'qsgd(bits=2)', 'power_sgd(rank=4)', 'dense'"
     )
-    parser.add_argument("--method", type=method, default="variance(alpha=1.5)", help=text)
-    text = "of variance: sums over samples, over 4 parts of the batch, or the square of the whole batch's gradient"
+    parser.add_argument("--method", type=parse_method, default="variance(alpha=1.5)", help=text)
+    text = "of variance: squares of samples, of 4 parts of the batch, or of the whole batch's gradient"
     parser.add_argument("--squares", choices=("samples", "microbatches", "batch"), default="samples", help=text)
     parser.add_argument("--workers", type=count, default=workers, help="data-parallel workers, one a device")
     parser.add_argument("--batch", type=count, default=batch, help="samples per worker and step")
@@ -101,11 +139,15 @@ def add_training(parser, *, workers, batch, epochs, learning_rate, optimiser="ad
     parser.add_argument("--optimiser", choices=("adam", "sgd"), default=optimiser, help="what follows the method")
     text = "at the start; see --schedule"
     parser.add_argument("--learning-rate", type=real, default=learning_rate, help=text)
-    parser.add_argument("--momentum", type=from_zero, default=0.9, help="of sgd; 0 for methods that have it inside")
     parser.add_argument(
-        "--weight-decay", type=from_zero, default=0.0, help="share of the parameters that joins the gradient"
+        "--momentum", type=from_zero, default=0.9, help="of sgd; 0 for methods with momentum of their own"
+    )
+    parser.add_argument(
+        "--weight-decay", type=from_zero, default=0.0, help="share of the parameters added to the gradient"
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default=schedule, help="of the learning rate")
-    parser.add_argument("--warmup-epochs", type=from_zero, default=0.0, help="in which the learning rate rises from 0")
+    parser.add_argument(
+        "--warmup-epochs", type=from_zero, default=0.0, help="over which the learning rate rises from 0"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and augmentation")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")

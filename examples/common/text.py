@@ -7,10 +7,18 @@ import numpy as np
 from common.cli import Problem
 
 
-def load_text(path: Path, context: int):
-    """Characters of a UTF-8 file as int32 numbers: the first 90 %, the last 10 %, and the sorted alphabet of both.
+def load_text(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """The characters of a UTF-8 file as numbers.
 
-    Raises Problem if there is no such file, it is not UTF-8, or a part has not even one sequence of `context` + 1.
+    Args:
+      path: the file.
+      context: characters of a sequence, without the one to predict last.
+
+    Returns:
+      The first 90 % of the characters and the last 10 %, int32 numbers in the alphabet, and the sorted alphabet.
+
+    Raises:
+      Problem: the file cannot be read, is not UTF-8, or a part is too short for one sequence of `context` + 1.
     """
     try:
         text = path.read_bytes().decode()
@@ -31,7 +39,7 @@ def load_text(path: Path, context: int):
     return numbers[:cut], numbers[cut:], "".join(map(chr, alphabet))
 
 
-def windows(numbers, context: int):
-    """All the sequences of `context` + 1 that follow each other, the last number of one being the first of the next."""
+def windows(numbers: np.ndarray, context: int) -> np.ndarray:
+    """Consecutive sequences of `context` + 1 numbers, each starting with the last number of the one before."""
     count = (len(numbers) - 1) // context
     return np.lib.stride_tricks.sliding_window_view(numbers, context + 1)[: count * context : context]

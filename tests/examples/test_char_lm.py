@@ -1,28 +1,17 @@
-"""examples/char_lm.py: reading text, sequences, the network, its loss and samples, the command."""
+"""examples/char_lm.py: text, sequences, the network, its loss and samples, the command."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+import char_lm
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import curve, result, run
+from common.cli import Problem
+from common.text import load_text, windows
 
 import gcjax
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-pytest.importorskip("flax")
-pytest.importorskip("orbax.checkpoint")
-pytest.importorskip("matplotlib")
-import char_lm  # noqa: E402
-from common.cli import Problem  # noqa: E402
-from common.text import load_text, windows  # noqa: E402
 
 SMALL = ["--context", "16", "--width", "16", "--layers", "1", "--heads", "2", "--workers", "2", "--batch", "8"]
 TEXT = "".join(f"{n} and one is {n + 1};\n" for n in range(600))
@@ -46,7 +35,7 @@ def task_on(file, *options):
     return char_lm.make_task(args, *load_text(file, args.context)), args
 
 
-def test_text_becomes_numbers_of_its_own_alphabet_and_its_last_tenth_is_held_out(tmp_path):
+def test_text_becomes_numbers_and_a_tenth_is_held_out(tmp_path):
     text = "Grüße, 世界 🙂\n" * 50
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     train, validation, alphabet = load_text(tmp_path / "a.txt", 8)
@@ -66,7 +55,7 @@ def test_text_becomes_numbers_of_its_own_alphabet_and_its_last_tenth_is_held_out
         (b"a" * 500 + "ü".encode("latin-1") + b"a" * 500, r"is not UTF-8 \(at byte 500\); save it as UTF-8"),
     ],
 )
-def test_a_text_that_cannot_be_used_gives_one_line(content, message, tmp_path):
+def test_a_bad_text_gives_one_line(content, message, tmp_path):
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(Problem, match=message) as raised:
@@ -74,7 +63,7 @@ def test_a_text_that_cannot_be_used_gives_one_line(content, message, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def test_a_folder_in_place_of_a_text_gives_one_line(tmp_path):
+def test_a_folder_as_text_is_named(tmp_path):
     with pytest.raises(Problem, match=r"cannot read .*Is a directory"):
         load_text(tmp_path, 16)
 
@@ -92,7 +81,7 @@ def test_windows_predict_each_character_once(length):
     np.testing.assert_array_equal(found[:, :-1] + 1, found[:, 1:])
 
 
-def test_an_epoch_is_sequences_of_the_text_none_twice_and_each_epoch_has_others(file):
+def test_each_epoch_has_other_sequences_none_twice(file):
     task, _ = task_on(file)
     train, _, alphabet = load_text(file, 16)
     text = "".join(alphabet[i] for i in train)
@@ -112,12 +101,12 @@ def test_an_epoch_is_sequences_of_the_text_none_twice_and_each_epoch_has_others(
     assert task.steps * 16 > 0.9 * len(train) / 16
 
 
-def test_too_short_a_text_for_the_workers_gives_one_line(file):
+def test_too_short_a_text_is_named(file):
     with pytest.raises(Problem, match=r"--workers 100 times --batch 80 sequences of --context 16 are more than the \d"):
         task_on(file, "--workers", "100", "--batch", "80")
 
 
-def test_the_loss_looks_ahead_one_character_and_no_more(file):
+def test_logits_depend_only_on_characters_before(file):
     model = char_lm.Transformer(characters=7, context=16, width=16, layers=1, heads=2)
     numbers = jnp.asarray(np.random.default_rng(0).integers(0, 7, (2, 16)), jnp.int32)
     variables = random_like(jax.eval_shape(model.init, jax.random.key(1), numbers))
@@ -155,7 +144,7 @@ def test_squares_over_sequences_are_exact(file):
         np.testing.assert_allclose(found, truth.mean(0), rtol=1e-3, atol=1e-6)
 
 
-def test_the_validation_loss_is_the_mean_over_all_held_out_sequences_in_nats(file, monkeypatch):
+def test_validation_loss_is_the_mean_over_held_out_sequences(file, monkeypatch):
     _, validation, alphabet = load_text(file, 16)
     one, other = windows(validation, 16)[:2]
     monkeypatch.setattr(char_lm, "windows", lambda *_: np.stack([one] * 256 + [other] * 5))  # more than one part
@@ -169,7 +158,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_sequences_in_nats(fil
     assert task.evaluate(params, None)["validation_loss"] == pytest.approx((256 * first + 5 * second) / 261, rel=1e-5)
 
 
-def test_each_character_of_a_sample_is_drawn_from_those_before_it_at_the_temperature():
+def test_samples_are_drawn_one_by_one_at_the_temperature():
     model = char_lm.Transformer(characters=9, context=8, width=16, layers=1, heads=2)
     prompt = jnp.arange(8)
     params = random_like(jax.eval_shape(model.init, jax.random.key(1), prompt[None])["params"], scale=1.0)
@@ -184,7 +173,7 @@ def test_each_character_of_a_sample_is_drawn_from_those_before_it_at_the_tempera
         assert len(set(written[8:])) > 2
 
 
-def test_a_width_that_the_heads_cannot_share_gives_one_line(capsys):
+def test_a_width_that_heads_do_not_divide_is_named(capsys):
     with pytest.raises(SystemExit):
         char_lm.parse_options(["--text", "x", "--width", "10", "--heads", "4"])
     assert re.search("--width 10 must be a multiple of --heads 4", capsys.readouterr().err)
@@ -193,23 +182,20 @@ def test_a_width_that_the_heads_cannot_share_gives_one_line(capsys):
 # The command.
 
 
-def run(file, out, *options):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, str(ROOT / "examples" / "char_lm.py"), "--text", str(file), "--out", str(out)]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": path}
-    return subprocess.run([*command, *SMALL, *options], env=environment, capture_output=True, text=True, timeout=300)
+def train(file, out, *options):
+    return run("char_lm.py", "--text", file, "--out", out, *SMALL, *options)
 
 
 @pytest.mark.full
 def test_it_learns_and_writes(file, tmp_path):
     out = tmp_path / "run"
     options = ("--epochs", "2", "--learning-rate", "0.02", "--sample", "100", "--method", "top_k(density=0.1)")
-    done = run(file, out, *options)
+    done = train(file, out, *options)
     assert done.returncode == 0, done.stderr
-    result = json.loads((out / "result.json").read_text())
-    losses = [epoch["validation_loss"] for epoch in result["epochs"]]
+    found = result(out)
+    losses = [epoch["validation_loss"] for epoch in found["epochs"]]
     assert losses[-1] < losses[0] - 0.1 < np.log(len(set(TEXT)))
-    assert result["compression_ratio"] == pytest.approx(10, rel=0.02)
+    assert found["compression_ratio"] == pytest.approx(10, rel=0.02)
     sample = (out / "sample.txt").read_text()
     assert len(sample) == 100
     assert set(sample) <= set(TEXT)
@@ -219,21 +205,20 @@ def test_it_learns_and_writes(file, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_that_was_cut_goes_on_to_the_same_end_and_text(file, tmp_path):
+def test_a_resumed_run_ends_with_the_same_curves_and_text(file, tmp_path):
     options = ("--schedule", "constant", "--method", "variance(alpha=1)", "--learning-rate", "0.01")
-    assert run(file, tmp_path / "whole", *options, "--epochs", "2").returncode == 0
-    assert run(file, tmp_path / "cut", *options, "--epochs", "1").returncode == 0
-    done = run(file, tmp_path / "cut", *options, "--epochs", "2", "--resume")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train(file, whole, *options, "--epochs", "2").returncode == 0
+    assert train(file, cut, *options, "--epochs", "1").returncode == 0
+    done = train(file, cut, *options, "--epochs", "2", "--resume")
     assert done.returncode == 0, done.stderr
-    whole, cut = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "cut"))
-    for a, b in zip(whole["epochs"], cut["epochs"], strict=True):
-        assert {name: x for name, x in a.items() if name != "seconds"} == {n: x for n, x in b.items() if n != "seconds"}
-    assert (tmp_path / "whole" / "sample.txt").read_text() == (tmp_path / "cut" / "sample.txt").read_text()
+    assert curve(whole, "epochs") == curve(cut, "epochs")
+    assert (whole / "sample.txt").read_text() == (cut / "sample.txt").read_text()
 
 
 @pytest.mark.full
 def test_a_missing_text_gives_one_line(tmp_path):
-    done = run(tmp_path / "none.txt", tmp_path / "run")
+    done = train(tmp_path / "none.txt", tmp_path / "run")
     assert done.returncode == 2
     assert done.stderr.startswith("char_lm.py: --text: cannot read")
     assert done.stderr.count("\n") == 1

@@ -1,23 +1,25 @@
-"""The MPI example: real processes, one slow, one killed; and the memory that they share, hammered."""
+"""examples/swarm_mpi.py: real processes, one slow, one killed; and many reads and writes of their shared memory."""
 
+import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
+import swarm_mpi
+from commands import LIMIT, ROOT
 
-pytest.importorskip("mpi4py")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
+no_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs gcjax[mpi]")
 
-pytestmark = pytest.mark.full
-ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds; nothing may hang for ever
 
-# Three processes. The first owns a copy of 2**18 entries, always all equal; 1 and 2 add to it, 2 and 0 read it.
+def needs_mpi(test):
+    return pytest.mark.full(no_mpi(test))
+
+
+# Three processes. Process 0 owns a copy of 2**18 equal entries; 1 and 2 add to it, 0 and 2 read it.
 HAMMER = """
 import sys, time, types
 import mpi4py
@@ -25,12 +27,12 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI
 import numpy as np
 sys.path.insert(0, {examples!r})
-import swarm_mpi
+from common import board as boards
 how, comm = {how!r}, MPI.COMM_WORLD
 size = 1 << 18
-board = swarm_mpi.Board(comm, np.zeros(size, np.float32))
-if how == "unread":    # planted: a reader that does not look at the sequence number
-    board.read = lambda rank: board._get(rank, swarm_mpi.HEADER, np.empty(size, np.float32))
+board = boards.Board(comm, np.zeros(size, np.float32))
+if how == "unread":    # planted: a reader that ignores the sequence number
+    board.read = lambda rank: board._get(rank, boards.HEADER, np.empty(size, np.float32))
 if how == "unlocked":  # planted: a writer that does not take it
     board._swap = lambda rank, old, new: True
 comm.Barrier()
@@ -45,12 +47,12 @@ while time.monotonic() < end:
 totals = comm.allreduce(np.array([reads, torn, added]))
 comm.Barrier()
 if comm.rank == 0:
-    print("HAMMERED", *totals, board._get(0, swarm_mpi.HEADER, np.empty(size, np.float32)).max())
+    print("HAMMERED", *totals, board._get(0, boards.HEADER, np.empty(size, np.float32)).max())
 board.close()
 MPI.Finalize()
 """
 
-# Process 1 never ends its write to the copy of 0.
+# Process 1 never ends its write to the copy of process 0.
 ORPHANED = """
 import sys, time
 import mpi4py
@@ -58,13 +60,13 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI
 import numpy as np
 sys.path.insert(0, {examples!r})
-import swarm_mpi
+from common import board as boards
 comm = MPI.COMM_WORLD
-board = swarm_mpi.Board(comm, np.full(1000, 7, np.float32))
+board = boards.Board(comm, np.full(1000, 7, np.float32))
 comm.Barrier()
 if comm.rank == 1:
     assert board._swap(0, 0, 1)
-    board._put(0, swarm_mpi.HEADER, np.full(500, 9, np.float32))
+    board._put(0, boards.HEADER, np.full(500, 9, np.float32))
 time.sleep(2)
 busy = board.read(0) is None and not board.add(0, np.ones(1000, np.float32))
 if comm.rank == 0:
@@ -91,19 +93,8 @@ def hammered(how):
 
 
 def example(tmp_path, *options):
-    """Exit status, record and output of a run of three nodes, throttled: the cores must not be the limit."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""}
-    command = [
-        sys.executable,
-        ROOT / "examples" / "swarm_mpi.py",
-        "--out",
-        tmp_path,
-        "--nodes=3",
-        "--pace=15",
-        *options,
-    ]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    """Exit status, record and output of a run of three nodes, slowed down so that the cores are not the limit."""
+    done = commands.run("swarm_mpi.py", "--out", tmp_path, "--nodes=3", "--pace=15", *options)
     result = tmp_path / "swarm_mpi.json"
     return done.returncode, json.loads(result.read_text()) if result.exists() else None, done.stdout + done.stderr
 
@@ -112,6 +103,7 @@ def rates(record):
     return {own["rank"]: own["steps_per_second"] for own in record["results"]}
 
 
+@needs_mpi
 def test_no_read_is_torn_and_no_addition_lost():
     reads, torn, added, held = hammered("as it is")
     assert reads > 50
@@ -120,21 +112,25 @@ def test_no_read_is_torn_and_no_addition_lost():
     assert held == added
 
 
-def test_the_hammer_finds_a_reader_that_ignores_the_sequence_number():
+@needs_mpi
+def test_a_reader_ignoring_sequence_numbers_is_caught():
     _, torn, _, _ = hammered("unread")
     assert torn > 0
 
 
-def test_the_hammer_finds_a_writer_that_does_not_take_the_sequence_number():
+@needs_mpi
+def test_a_writer_ignoring_sequence_numbers_is_caught():
     _, torn, added, held = hammered("unlocked")
     assert held < added or torn > 0
 
 
-def test_a_copy_whose_writer_never_ends_is_skipped_until_its_owner_replaces_it():
+@needs_mpi
+def test_a_copy_with_a_dead_writer_is_skipped_then_replaced():
     done = mpiexec(2, ORPHANED.format(examples=str(ROOT / "examples")))
     assert "ORPHANED True 4.0 4.0 True 5.0" in done.stdout, done.stdout + done.stderr
 
 
+@needs_mpi
 def test_a_slow_node_does_not_slow_the_others(tmp_path):
     status, even, output = example(tmp_path, "--seconds=8")
     assert status == 0, output
@@ -151,6 +147,7 @@ def test_a_slow_node_does_not_slow_the_others(tmp_path):
     assert "The mean model:" in output
 
 
+@needs_mpi
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_node_does_not_stop_the_others(tmp_path, victim):
     status, record, output = example(tmp_path, "--seconds=8", f"--kill={victim}:3", "--patience=2")
@@ -171,8 +168,10 @@ def test_a_killed_node_does_not_stop_the_others(tmp_path, victim):
         (("--hostfile=nowhere",), "no such file: 'nowhere'"),
     ],
 )
-def test_bad_options_are_named(tmp_path, options, message):
-    status, record, output = example(tmp_path, *options)
-    assert status == 2
-    assert record is None
-    assert message in output
+def test_a_bad_option_gives_one_line(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        swarm_mpi.parse_options(["--nodes=3", *options])
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+    assert not printed.out
