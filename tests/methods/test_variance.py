@@ -59,7 +59,7 @@ ROWS = [
     row("owners-density", density=0.15, feedback=True, capacity=None, **OWNERS, rare=True),
     row("overflow", capacity=(64,), values="float32"),
     row("paper-overflow", capacity=(64,), rare=True),
-    row("owners", feedback=True, **OWNERS),
+    row("owners", feedback=True, capacity=(416, 864), **OWNERS),
     row("owners-paper-overflow", capacity=(64,), **OWNERS, rare=True),
     row("owners-hybrid-overflow", capacity=(64,), threshold=0.5, **OWNERS, rare=True),
     row("owners-float16", values="float16", capacity=(320,), **OWNERS, rare=True),
