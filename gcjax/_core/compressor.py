@@ -34,7 +34,7 @@ class SendReport(NamedTuple):
     payload_bits: Array
 
 
-def dense_report(entries: int, payload_bits: Array | float) -> SendReport:
+def dense_report(entries: int | Array, payload_bits: Array | float) -> SendReport:
     """The report of a method that sends something for each of the bucket's entries, with unmetered collectives."""
     count, none = jnp.int32(entries), jnp.int32(0)
     return SendReport(count, count, none, none, count, jnp.float32(0), jnp.float32(payload_bits))

@@ -21,23 +21,23 @@ class Message(NamedTuple):
       values: float32[n].
       mask: uint32[words_for(n)], packed mask of the entries to send.
       code: how values travel.
-      scales: uint32[leaves], the leaves' scales as `code.to_scale` makes them, or uint32[2 * leaves] for a code with
-        two scales per leaf. Ignored by codes without scales.
       bucket: where the leaves lie.
       capacities: numbers of slots, ascending. The smallest that holds every worker's entries is used.
+      scales: uint32[leaves], the leaves' scales as `code.to_scale` makes them, or uint32[2 * leaves] for a code with
+        two scales per leaf. Codes without scales ignore it.
       key: this worker's random key for this step, for codes that draw random numbers.
     """
 
     values: Array
     mask: Array
     code: ValueCode
-    scales: Array
     bucket: Bucket
     capacities: tuple[int, ...]
+    scales: Array | None = None
     key: Array | None = None
 
     def header(self) -> "Header":
-        if not self.code.scale_bits:
+        if self.scales is None or not self.code.scale_bits:
             return Header(self.code, jnp.zeros(0, jnp.uint32), None)
         return Header(self.code, self.scales, jnp.asarray(self.bucket.leaf_of_word()))
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
 from gcjax._core.compressor import Compressor
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.exchange import capacities_for, check_transport, exchange
@@ -32,7 +30,7 @@ def sparse_method(
       ValueError: for another transport.
     """
     check_transport(transport)
-    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
+    code = float_code(32)
 
     def init(bucket):
         return SparseState.create(bucket, reset=reset_to_zero, transport=transport)
@@ -41,7 +39,7 @@ def sparse_method(
         del sum_grad_squared
         bucket = state.bucket
         (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
-        message = Message(a, select(a, state.step, bucket), code, no_scales, bucket, capacities_for(capacity(bucket)))
+        message = Message(a, select(a, state.step, bucket), code, bucket, capacities_for(capacity(bucket)))
         exchanged = exchange(message, state.transport, comm, all_finite)
         return exchanged.mean, state.after(exchanged, (a,), all_finite), exchanged.report
 

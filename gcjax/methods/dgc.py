@@ -140,7 +140,7 @@ def dgc_compress(
     check_capacity(capacity)
     check_transport(transport)
     densities, k_at = _density_schedule(density, warmup_steps)
-    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
+    code = float_code(32)
     reset = _masking_reset if masking else _velocity_reset
 
     def init(bucket: Bucket) -> SparseState:
@@ -162,7 +162,7 @@ def dgc_compress(
         entries = max(bucket.entries - dense, 1)
         slots = tuple(math.ceil(share * entries) for share in densities) if capacity is None else capacity
         mask = top_k_mask(v, k_at(state.step, entries))
-        message = Message(v, mask, code, no_scales, bucket, capacities_for(slots))
+        message = Message(v, mask, code, bucket, capacities_for(slots))
         exchanged = exchange(message, state.transport, comm, all_finite)
         mean, report = exchanged.mean, exchanged.report
         if small:

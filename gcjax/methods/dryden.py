@@ -113,7 +113,7 @@ def dryden_compress(
         (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
         mask, means = _select(a, density, leaf_groups(bucket), state.step)
         capacities = capacities_for(_default_capacities(density, bucket) if capacity is None else capacity)
-        message = Message(a, mask, code, float_bits(means), bucket, capacities)
+        message = Message(a, mask, code, bucket, capacities, float_bits(means))
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report

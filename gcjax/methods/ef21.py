@@ -118,7 +118,7 @@ def ef21_compress(
     [3. 0. 2. 0.] [ 3.  -1.   2.   0.5] [ 0.  -1.   0.   0.5]
     """
     check_number("density", density, 0.0, 1.0)
-    code, no_scales = float_code(32), jnp.zeros(0, jnp.uint32)
+    code = float_code(32)
 
     def init(bucket: Bucket) -> ChangeState:
         return ChangeState(jnp.zeros(bucket.size), bucket)
@@ -128,7 +128,7 @@ def ef21_compress(
         bucket, known = state.bucket, state.known
         k = count_for_density(density, bucket.entries)
         change = gradient - known
-        message = Message(change, top_k_mask(change, k), code, no_scales, bucket, capacities_for(k))
+        message = Message(change, top_k_mask(change, k), code, bucket, capacities_for(k))
         exchanged = exchange(message, TransportState.create(), comm, all_finite)
         sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0), bucket.size)
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report

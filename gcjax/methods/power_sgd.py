@@ -29,7 +29,7 @@ from gcjax._jax_compat import zeros
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number, check_random_key
-from gcjax.extend import Bucket, Comm, Compressor, SendReport, compress, dense_report
+from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report
 
 
 @jax.tree_util.register_dataclass
@@ -170,8 +170,7 @@ def power_sgd_compress(
             low_rank_branch, dense_branch = (_metered(mean, comm, *given) for mean in (low_rank, _dense))
             mean, left, right, wire_bytes = lax.cond(started, low_rank_branch, dense_branch)
             count = jnp.where(started, values, layout.bucket.entries)
-            bits = jnp.float32(32 * count)
-            report = SendReport(count, count, report.underflow, report.overflow, count, wire_bytes, bits)
+            report = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
         new = PowerSGDState(
             accumulated=matrices,
             left=tuple(jnp.where(all_finite, p, old) for p, old in zip(left, state.left, strict=True)),

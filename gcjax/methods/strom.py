@@ -84,7 +84,7 @@ def strom_compress(
     check_number("threshold", threshold, 0.0)
     check_capacity(capacity)
     check_transport(transport)
-    code, no_scales = sign_code(threshold), jnp.zeros(0, jnp.uint32)
+    code = sign_code(threshold)
 
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=jnp.float32(threshold))
@@ -94,7 +94,7 @@ def strom_compress(
         bucket = state.bucket
         (r,) = state.unless_skipped((state.residual + gradient,), all_finite)
         slots = default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
-        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, no_scales, bucket, slots)
+        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots)
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))
         return exchanged.mean, new, exchanged.report

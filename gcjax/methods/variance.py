@@ -174,13 +174,13 @@ def variance_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         bucket = state.bucket
         squares = gradient * gradient if sum_grad_squared is None else sum_grad_squared
-        r, v = state.settled()  # what the last step sent is reset only now, and the rest decays
+        r, v = state.settled()  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:
         v = decay * v if hybrid else jnp.where(state.was_sent(), v, decay * v)
         r, v = state.unless_skipped((r + gradient, jnp.minimum(v + squares, FLOAT_MAX)), all_finite)
 
         passed, sendable, scales = _encodable(passes(r, v, bucket), r, code, bucket)
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        message = Message(r, sendable, code, scales, bucket, capacities(bucket), own_key)
+        message = Message(r, sendable, code, bucket, capacities(bucket), scales, own_key)
         exchanged = exchange(message, state.transport, comm, all_finite)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
