@@ -6,6 +6,7 @@ has the rest of the matrix.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -207,8 +208,12 @@ def test_init_works_on_shapes_alone(row):
 def test_unknown_extra_arguments_are_ignored(row):
     tx = row.make(None)
     state = tx.init(PARAMS)
-    ours = jax.make_jaxpr(lambda g, state: tx.update(g, state, PARAMS, value=1.0, grad=g))(PARAMS, state)
-    assert str(ours) == str(jax.make_jaxpr(lambda g, state: tx.update(g, state))(PARAMS, state))
+
+    def program(update):
+        return re.sub(r" at 0x\w+", "", str(jax.make_jaxpr(update)(PARAMS, state)))  # addresses of functions differ
+
+    with_extra = program(lambda g, state: tx.update(g, state, PARAMS, value=1.0, grad=g))
+    assert with_extra == program(lambda g, state: tx.update(g, state))
 
 
 @EVERY_ROW
