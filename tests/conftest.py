@@ -6,10 +6,13 @@ from hypothesis import settings
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # `make test-full` sets it and compiles as users do
-    # Cheap code generation compiles three times as fast. The passes that place collectives and choose their types, which
-    # tests read in the compiled program, are the same.
-    FLAGS += ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
-    FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
+    # Cheap code generation compiles three times as fast. The passes that place collectives and choose their types are
+    # the same, and these are what tests read in compiled programs.
+    FLAGS += [
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        "--xla_cpu_use_fusion_emitters=false",
+    ]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
