@@ -1,4 +1,4 @@
-"""Collectives over mesh axes: the only module outside `_moments` that names one of JAX's."""
+"""Collectives over mesh axes: the only module that names one of JAX's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -67,12 +67,12 @@ def named_collectives(tree):
             yield from COLLECTIVES & {alias.name for alias in node.names}
 
 
-def test_only_two_parts_name_collectives():
+def test_only_comm_names_collectives():
     for path in FILES:
         found = set(named_collectives(ast.parse(path.read_text())))
         if part(path) == "_jax_compat":
             found -= {"axis_index"}
-        assert not found or part(path) in ("_comm", "_moments"), f"{path}: {found}"
+        assert not found or part(path) == "_comm", f"{path}: {found}"
     assert set(named_collectives(ast.parse((ROOT / "_comm/collectives.py").read_text()))) >= {"psum", "all_gather"}
 
 
