@@ -1,7 +1,11 @@
 """Eight virtual CPU devices for every test, set before JAX starts; generated inputs fixed in continuous integration."""
 
+import gc
+import itertools
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
@@ -19,3 +23,18 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 settings.register_profile("fixed", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("fixed")
+
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 35_000
+_tests_run = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def forget_programs_in_time():
+    """Compiled programs take memory maps, some hundred each. Linux allows 65,530, and XLA crashes beyond that."""
+    yield
+    if next(_tests_run) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
