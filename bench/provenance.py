@@ -20,6 +20,7 @@ RESULTS = ROOT / "bench" / "results"
 _CIFAR10 = ("bench/table.py", "examples/cifar10.py", "examples/common")
 # Result -> the files and folders that it depends on besides the package, its own script first.
 SOURCES = {
+    "accelerators": ("bench/accelerators",),
     "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
     "methods": ("bench/methods.py",),
