@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
-if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # `make test-full` sets it and compiles as users do
+if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # set it to compile as users do
     # Cheap code generation compiles three times as fast. The passes that place collectives and choose their types are
     # the same, and these are what tests read in compiled programs.
     FLAGS += [
