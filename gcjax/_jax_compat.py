@@ -14,7 +14,7 @@ from jax import lax
 
 from gcjax._types import Array, PyTree
 
-KNOWN_VERSIONS = ("0.10.0", "0.10.1", "0.10.2")  # JAX releases that pass the tests of gcjax
+KNOWN_VERSIONS = ("0.10.0", "0.10.1", "0.10.2")  # JAX releases that gcjax was tested with
 
 
 def needed(name: str) -> Any:

@@ -8,9 +8,8 @@ from typing import Any
 
 WORKERS, BATCH = 8, 64  # samples of each worker
 WITH_SQUARES = ("variance", "variance, one capacity", "hybrid")
-METHODS = (
-    *("plain pmean", "dense", *WITH_SQUARES, "top_k 1/100", "dgc 1/100", "qsgd 4 bits", "onebit", "power_sgd rank 2"),
-)
+WITHOUT_SQUARES = ("top_k 1/100", "dgc 1/100", "qsgd 4 bits", "onebit", "power_sgd rank 2")
+METHODS = ("plain pmean", "dense", *WITH_SQUARES, *WITHOUT_SQUARES)
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472

@@ -40,7 +40,7 @@ def test_transports_agree_when_all_sums_fit(workers):
 
 
 def moved(make, workers, transport):
-    """Bytes that one of the workers sends; tests/test_plan.py shows that the simulated_comm tells what real ones do."""
+    """Bytes that one worker sends. tests/planner/test_transfers.py shows that these are the bytes of a real step."""
     messages = transfers_of(make(transport), PARAMS, workers, squares=False)
     return sum(ring_bytes(message, workers) for message in messages)
 
@@ -86,9 +86,9 @@ def test_every_owner_gets_one_word_per_round(workers):
     word = np.asarray(word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
     assert sorted(word.ravel()) == list(range(workers * rounds))
     assert (np.sort(word, axis=0) == np.arange(workers)[:, None] + workers * np.arange(rounds)).all()
-    owner, dealt_in = owner_of(word, workers)
+    owner, turn = owner_of(word, workers)
     np.testing.assert_array_equal(owner, np.broadcast_to(np.arange(workers)[:, None], word.shape))
-    np.testing.assert_array_equal(dealt_in, np.broadcast_to(np.arange(rounds), word.shape))
+    np.testing.assert_array_equal(turn, np.broadcast_to(np.arange(rounds), word.shape))
 
 
 def test_busy_columns_are_spread_over_all_owners():
