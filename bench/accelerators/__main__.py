@@ -2,23 +2,32 @@
 
 Nothing runs: the compilers' own programs are read. Cycles are the TPU compiler's estimate, the same on every run; of
 conditionals the cheapest branch counts, and in a column of its own the most costly one. The GPU compiler gives none.
+Every row is saved as soon as it is measured; the same command continues where it stopped.
 """
 
 import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 from bench import machine, provenance
 from bench.accelerators import environments
-from bench.accelerators.child import METHODS
+from bench.accelerators.child import METHODS, PASS, PLAIN
+from bench.accelerators.models import MODELS
 
-MODELS = {"4M in 4": (4, 1024), "4M in 24": (24, 418), "25M in 4": (4, 2500), "25M in 24": (24, 1024)}
-QUICK = ("plain pmean", "dense", "variance, one capacity")
+ROWS = (PASS, *METHODS)
+QUICK = (PASS, PLAIN, "dense", "variance, one capacity")
+LONG = 60  # seconds: what takes longer is compiled once
 COLUMNS = {  # of the table: header -> key of a row
     "compile s": "compile_s",
+    "of a core": "compile_cpu_s",
+    "/ plain": "compile_ratio",
     "temporaries MB": "temporaries_mb",
+    "/ plain ": "temporaries_ratio",
     "cycles": "cycles",
+    "/ plain  ": "cycles_ratio",
+    "added / pass": "passes",
     "cycles, costly branches": "cycles_most",
     "collectives": "collectives",
     "their MB": "collective_mb",
@@ -27,60 +36,106 @@ COLUMNS = {  # of the table: header -> key of a row
     "scatters": "scatters",
     "conditionals": "conditionals",
     "loops": "loops",
+    "of unknown length": "unknown_loops",
     "large loops": "large_loops",
 }
+KEY = ("target", "model", "method")
 
 
 def main() -> None:
     args = options()
-    record = provenance.provenance("accelerators", ("jax", "jaxlib", "optax")) | {"skipped": [], "rows": []}
-    models = list(MODELS)[:1] if args.quick else list(MODELS)
+    path = provenance.RESULTS / "accelerators.json"
+    record = provenance.provenance(path.stem, ("jax", "jaxlib", "optax")) | {"skipped": [], "runs": []}
+    if not args.quick:
+        record["runs"] = measured_before(path, record)
+    have = {tuple(run[name] for name in KEY) for run in record["runs"]}
     for target in args.targets:
         try:
             environments.interpreter(target)
         except environments.Unavailable as error:
             record["skipped"].append(str(error))
             continue
-        for model in models:
-            for method in QUICK if args.quick else args.methods:
-                row = {"target": target, "model": model, "method": method} | measure(
-                    target, model, method, args.repeats
-                )
-                record["rows"].append(row)
-                print(f"{target} {model:<9} {method:<22} {row.get('compile_s', row.get('error'))}", file=sys.stderr)
-                if not args.quick:
-                    provenance.save(provenance.RESULTS, "accelerators", record, table(record))
+        for model in args.models:
+            for method in args.methods:
+                if (target, model, method) not in have:
+                    record["runs"].append(measure(target, model, method, args.repeats, record["source"]))
+                    if not args.quick:
+                        provenance.save(path.parent, path.stem, record, table(record))
     print(table(record))
 
 
 def options():
     parser = machine.Parser(prog="python -m bench.accelerators", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest model, three methods; writes no files")
+    parser.add_argument("--quick", action="store_true", help="the smallest model, four rows; writes no files")
     parser.add_argument("--targets", nargs="+", choices=("tpu", "gpu"), default=["tpu", "gpu"])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--repeats", type=int, default=3, help="compilations of each row (default 3)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--methods", nargs="+", choices=ROWS, metavar="METHOD", help=f"of {'; '.join(ROWS)}")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help=f"compilations of each row (default 3); beyond {LONG} s there is one"
+    )
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    args.models = args.models or list(MODELS)[: 1 if args.quick else None]
+    args.methods = args.methods or (QUICK if args.quick else ROWS)
     return args
 
 
-def measure(target: str, model: str, method: str, repeats: int) -> dict:
-    """One row: what the compiler says, and the median of the compile seconds of some fresh processes."""
-    layers, width = MODELS[model]
-    job = json.dumps({"target": target, "layers": layers, "width": width, "method": method})
-    command = [str(environments.interpreter(target)), "-m", "bench.accelerators.child", job]
-    seconds = []
-    for _ in range(repeats):
+def measured_before(path: Path, record: dict) -> list[dict]:
+    """The rows of a result file that need not be measured again: of these sources and this machine, no failures."""
+    if not path.is_file():
+        return []
+    old = json.loads(path.read_text())
+    fixed = ("cpu", "cores")
+    same = old["versions"] == record["versions"] and all(old["machine"][x] == record["machine"][x] for x in fixed)
+    return [run for run in old["runs"] if same and run["source"] == record["source"] and "error" not in run]
+
+
+def measure(target: str, model: str, method: str, repeats: int, source: str) -> dict:
+    """One row: what the compiler says, and medians of the compile seconds of some fresh processes.
+
+    Raises:
+      SystemExit: the sources are no longer those with the digest `source`, of which the other rows were measured.
+    """
+    row = dict(zip(KEY, (target, model, method), strict=True))
+    command = [str(environments.interpreter(target)), "-m", "bench.accelerators.child", json.dumps(row)]
+    times: list[tuple[float, float]] = []
+    found: dict = {}
+    while len(times) < repeats and (not times or times[0][0] < LONG):
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=machine.ROOT, env=environments.variables(target)
         )
         if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:200]}
-        row = json.loads(done.stdout.splitlines()[-1])
-        seconds.append(row["compile_s"])
-    row["collective_mb"] = round(row.pop("collective_bytes") / 1e6, 1)
-    return row | {"compile_s": statistics.median(seconds)}
+            found = {"error": done.stderr.strip().splitlines()[-1][:200]}
+            break
+        found = json.loads(done.stdout.splitlines()[-1])
+        times.append((found["compile_s"], found["compile_cpu_s"]))
+        found["compile_s"], found["compile_cpu_s"] = map(statistics.median, zip(*times, strict=True))
+        found["compilations"] = len(times)
+        found["collective_mb"] = round(found.pop("collective_bytes") / 1e6, 1)
+    origin = provenance.origin("accelerators")
+    if origin["source"] != source:
+        raise SystemExit("accelerators: the sources have changed since the first row; run the command again")
+    print(f"{target} {model:<9} {method:<22} {found.get('compile_s', found.get('error'))}", file=sys.stderr)
+    return row | found | origin | {"load": machine.load()}
+
+
+def ratios(runs: list[dict]) -> list[dict]:
+    """The rows with what compares them: with plain data parallelism, and the cycles added with those of the pass."""
+    by_key = {tuple(run[name] for name in KEY): run for run in runs}
+    more = []
+    for run in runs:
+        plain, alone = (by_key.get((run["target"], run["model"], method), {}) for method in (PLAIN, PASS))
+        new = {}
+        for name, key in (("compile_ratio", "compile_cpu_s"), ("temporaries_ratio", "temporaries_mb")):
+            if run["method"] != PASS and key in run and plain.get(key):
+                new[name] = round(run[key] / plain[key], 2)
+        if run["method"] != PASS and "cycles" in run and "cycles" in plain:
+            new["cycles_ratio"] = round(run["cycles"] / plain["cycles"], 2)
+            if "cycles" in alone:
+                new["passes"] = round((run["cycles"] - plain["cycles"]) / alone["cycles"], 2)
+        more.append(run | new)
+    return more
 
 
 def table(record: dict) -> str:
@@ -90,15 +145,23 @@ def table(record: dict) -> str:
         provenance.versions_line(record),
         *record["skipped"],
         "",
-        f"| target | model | method | {' | '.join(COLUMNS)} |",
+        f"| target | model | method | {' | '.join(map(str.strip, COLUMNS))} |",
         "|" + "---|" * (3 + len(COLUMNS)),
     ]
-    for row in record["rows"]:
-        cells = [f"{row[key]:,}" if key in row else "-" for key in COLUMNS.values()]
-        if "error" in row:
-            cells[0] = f"fails: {row['error']}"
-        lines.append(f"| {row['target']} | {row['model']} | {row['method']} | {' | '.join(cells)} |")
+    for run in ratios(record["runs"]):
+        cells = [cell(run, key) for key in COLUMNS.values()]
+        if "error" in run:
+            cells[0] = f"fails: {run['error']}"
+        lines.append(f"| {run['target']} | {run['model']} | {run['method']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def cell(run: dict, key: str) -> str:
+    if key not in run:
+        return "-"
+    # A loop of unknown length counts once.
+    at_least = "at least " if run.get("unknown_loops") and key in ("cycles", "cycles_most") else ""
+    return f"{at_least}{run[key]:,}"
 
 
 if __name__ == "__main__":
