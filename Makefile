@@ -1,9 +1,10 @@
-# make demo | test | test-full | lint | bench | readme: each sets up .venv on its first call and reuses it.
+# make demo | test | test-full | accelerators-test | lint | bench | accelerators | readme: each sets up .venv on its
+# first call and reuses it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full lint bench readme clean
+.PHONY: demo test test-full accelerators-test lint bench accelerators readme clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
@@ -17,7 +18,12 @@ test: $(VENV)/ready
 # Every law on every row and number of workers, in shard_map and pmap. With GCJAX_TEST_OPTIMISED=1 in front, these
 # targets compile as users do, which takes three times as long.
 test-full: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "full or not full"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not accelerators"
+
+# Compiles every method for TPUs and GPUs, without having one. The first run downloads the compilers, more than 2 GB,
+# into the user's cache folder; without a network the tests are skipped.
+accelerators-test: $(VENV)/ready
+	$(BIN)/python -m pytest -m accelerators -rs tests/accelerators
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format .
@@ -26,6 +32,10 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m bench.step
+
+# What the compilers for TPUs and GPUs make of training steps. Hours; continues where it stopped.
+accelerators: $(VENV)/ready
+	$(BIN)/python -m bench.accelerators
 
 readme: $(VENV)/ready
 	$(BIN)/python tests/support/readme_table.py
