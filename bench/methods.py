@@ -187,15 +187,15 @@ def measure_selection(job: dict) -> dict:
     jax.config.update("jax_platforms", "cpu")
     import jax.numpy as jnp
 
-    from gcjax._sparse import compaction, selection
+    from gcjax._kernels.bits import position_of, to_blocks
+    from gcjax._sparse.compaction import assign_slots, slot_indices
+    from gcjax._sparse.selection import top_k_mask
 
     size = job["size"]
     k = round(size * DENSITY)
-    x = jax.random.normal(jax.random.key(0), (size,))
-    theirs = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k)[1])
-    ours = jax.jit(
-        lambda x: compaction.slot_indices(compaction.assign_slots(selection.top_k_mask(x, k), jnp.int32(0)), k)
-    )
+    x = to_blocks(jax.random.normal(jax.random.key(0), (size,)))
+    theirs = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x.reshape(-1)), k)[1])
+    ours = jax.jit(lambda x: position_of(slot_indices(assign_slots(top_k_mask(x, k), jnp.int32(0)), k)))
     if set(ours(x).tolist()) != set(theirs(x).tolist()):
         raise SystemExit("lax.top_k and the threshold search select different entries")
     times: dict = {"lax": [], "search": []}

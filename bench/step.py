@@ -16,7 +16,7 @@ from bench import machine, provenance
 
 SIZES = (1_000_000, 10_000_000, 25_000_000)
 DENSITIES = (10, 100, 1000)  # one entry in this many is sent
-MANY_LEAVES = 20
+MANY_LEAVES = 160
 WAIT_POLICIES = ("ACTIVE", "PASSIVE")  # of PyTorch's OpenMP threads: the first is faster only on an idle machine
 WARM_UP = 5
 DECAY = 0.999

@@ -1,6 +1,6 @@
 """Everything that a method of your own needs. The methods of gcjax use the same names.
 
-A method is a `Compressor`: two pure functions over one flat float32 vector, the `Bucket`. `compress` makes an optax
+A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax
 transform of it. Most methods need less than that:
 
 - a method that sends a code of every entry is a pair `encode`, `decode` for `gather_codec`;
@@ -41,7 +41,7 @@ from gcjax._sparse.exchange import (
 from gcjax._sparse.message import Exchanged, Message
 from gcjax._sparse.method import sparse_method
 from gcjax._sparse.selection import count_for_density, top_k_mask
-from gcjax._sparse.state import Reset, SparseState, reset_to_zero
+from gcjax._sparse.state import Reset, SparseState, TakeIn, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import (
     ValueCode,
     class_mean_code,
@@ -65,8 +65,10 @@ __all__ = [
     "Segment",
     "SendReport",
     "SparseState",
+    "TakeIn",
     "TransportState",
     "ValueCode",
+    "add_gradient",
     "bits_float",
     "block_groups",
     "capacities_for",

@@ -110,19 +110,23 @@ def sharded_dimensions(spec: jax.sharding.PartitionSpec, axis_names: tuple[str, 
     return [(dimension, names) for dimension, names in dimensions if set(names) & set(axis_names)]
 
 
+GATHER_ROWS = 8  # of a gathered message: it is padded to a multiple of as many entries
+
+
 def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...], inner_workers: int) -> Comm:
     moved = [0.0]
 
     def in_parts(collective, rows, share):
         """`collective` of this inner worker's columns of `rows`, then all columns; a `share` of the bytes is moved."""
-        width = -(-rows.shape[1] // inner_workers)
-        own = rows if inner_workers == 1 else _own_columns(rows, width, inner_axes)
+        own = rows if inner_workers == 1 else _own_columns(rows, inner_axes, inner_workers)
         moved[0] += share * own.nbytes
         result = collective(own)
         if inner_workers == 1:
             return result
         # The gather makes the values equal everywhere, even where parts were summed in different orders.
-        return lax.all_gather(result, inner_axes, axis=1, tiled=True, to="invarying")[:, : rows.shape[1]]
+        parts = _gathered(_in_rows(result), inner_axes).reshape(inner_workers, -1)[:, : result.size]
+        parts = parts.reshape(inner_workers, *result.shape)
+        return jnp.moveaxis(parts, 0, 1).reshape(len(result), -1)[:, : rows.shape[1]]
 
     def maximum(x):  # not in parts: it is exact in any order, and of few values
         moved[0] += 2 * (size - 1) / size * x.nbytes
@@ -130,14 +134,21 @@ def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...]
 
     def total(x):
         share = 2 * (size - 1) / size
-        return in_parts(lambda own: lax.psum(own, axis_names), x.reshape(1, -1), share).reshape(x.shape)
+        if inner_workers > 1:
+            return in_parts(lambda own: lax.psum(own, axis_names), x.reshape(1, -1), share).reshape(x.shape)
+        moved[0] += share * x.nbytes  # in its own shape, which some backends would have to rearrange
+        return lax.psum(x, axis_names)
+
+    def mean(tree):
+        return jax.tree.map(lambda x: total(x) / size, tree)  # XLA combines the all-reduces
 
     def gather(x):
-        # "invarying": typed as equal on all workers, so that the result may leave shard_map with out_specs=P().
         rows = in_parts(
-            lambda own: lax.all_gather(own, axis_names, tiled=True, to="invarying"), x.reshape(1, -1), size - 1
+            lambda own: _gathered(_in_rows(own), axis_names).reshape(size, -1),
+            jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (GATHER_ROWS * inner_workers)))),
+            size - 1,
         )
-        return rows.reshape(size, *x.shape)
+        return rows[:, : x.size].reshape(size, *x.shape)
 
     def all_to_all(x):
         share = (size - 1) / size
@@ -150,7 +161,7 @@ def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...]
         rank=lambda: worker_index(axis_names),
         max=maximum,
         sum=total,
-        mean=lambda x: total(x) / size,
+        mean=mean,
         gather=gather,
         all_to_all=all_to_all,
         bytes_moved=lambda: moved[0],
@@ -159,9 +170,25 @@ def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...]
     )
 
 
-def _own_columns(rows: Array, width: int, inner_axes: tuple[str, ...]) -> Array:
-    """This inner worker's `width` columns; the last worker's are padded with zeros."""
-    padded = jnp.pad(rows, ((0, 0), (0, width * axis_size(inner_axes) - rows.shape[1])))
+def _gathered(rows: Array, axis_names: tuple[str, ...]) -> Array:
+    """[1, 8, m] of each worker -> [workers, 8, m].
+
+    XLA makes an all-reduce of the whole result out of a gather of [m] or [1, m] for TPUs, where m does not fill tiles,
+    and that moves twice the bytes. "invarying" types the result as equal on all workers, so that it may leave
+    `jax.shard_map` with out_specs=P().
+    """
+    return lax.all_gather(rows, axis_names, tiled=True, to="invarying")
+
+
+def _in_rows(x: Array) -> Array:
+    """Any array as [1, 8, m], padded with zeros."""
+    return jnp.pad(x.reshape(-1), (0, -x.size % GATHER_ROWS)).reshape(1, GATHER_ROWS, -1)
+
+
+def _own_columns(rows: Array, inner_axes: tuple[str, ...], inner_workers: int) -> Array:
+    """This inner worker's columns; the last worker's are padded with zeros."""
+    width = -(-rows.shape[1] // inner_workers)
+    padded = jnp.pad(rows, ((0, 0), (0, width * inner_workers - rows.shape[1])))
     return lax.dynamic_slice_in_dim(padded, worker_index(inner_axes) * width, width, axis=1)
 
 

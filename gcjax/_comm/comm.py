@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from gcjax._types import Array
+from gcjax._types import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,15 +12,16 @@ class Comm:
 
     Bytes are counted at trace time as ring algorithms move them. With p workers, what one worker sends (and receives)
     for m bytes is (p - 1) m for a gather, 2 (p - 1) / p m for a maximum, sum or mean, and (p - 1) / p m for an
-    all-to-all. With inner workers, m is the size of one worker's share, padding included, and what moves between the
-    inner workers is not counted.
+    all-to-all. What is gathered is padded to a multiple of 8 entries. With inner workers, m is the size of one worker's
+    share, padding included, and what moves between the inner workers is not counted.
 
     Attributes:
       size: number of workers p. Static.
       rank: rank() -> int32[], this worker's number.
       max: max(x) -> the maximum over the workers, of the shape of x, equal on all workers.
       sum: sum(x) -> the sum over the workers, of the shape of x, equal on all workers.
-      mean: mean(x) -> the mean over the workers, of the shape of x, equal on all workers.
+      mean: mean(x) -> the mean over the workers, of the shape of x, equal on all workers; also of a tuple of arrays, in
+        one all-reduce.
       gather: gather(x) -> (p, *x.shape), row w from worker w, equal on all workers.
       all_to_all: all_to_all(x) with x of shape (p, ...): sends row w to worker w; returns row w from worker w.
       bytes_moved: bytes_moved() -> float, what the calls so far make one worker send.
@@ -33,7 +34,7 @@ class Comm:
     rank: Callable[[], Array]
     max: Callable[[Array], Array]
     sum: Callable[[Array], Array]
-    mean: Callable[[Array], Array]
+    mean: Callable[[PyTree], PyTree]
     gather: Callable[[Array], Array]
     all_to_all: Callable[[Array], Array]
     bytes_moved: Callable[[], float]

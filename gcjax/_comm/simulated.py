@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._comm.collectives import mesh_comm, replaced_comm
+from gcjax._comm.collectives import GATHER_ROWS, mesh_comm, replaced_comm
 from gcjax._comm.comm import Comm
 from gcjax._types import Array, PyTree
 
@@ -127,11 +127,16 @@ def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
         note("all_reduce", x)
         return workers * x + zeros[0].astype(x.dtype)
 
+    def mean(tree):  # of several arrays in one transfer: XLA combines all-reduces that do not wait for each other
+        record.append(Transfer("all_reduce", sum(x.nbytes for x in jax.tree.leaves(tree))))
+        return jax.tree.map(lambda x: (workers * x + zeros[0].astype(x.dtype)) / workers, tree)
+
     def rows(x):
         return x[None] + zeros.astype(x.dtype).reshape(-1, *[1] * x.ndim)
 
     def gather(x):
-        note("all_gather", x)
+        words = -(-x.size // GATHER_ROWS) * GATHER_ROWS
+        record.append(Transfer("all_gather", words * x.dtype.itemsize))
         return rows(x)
 
     def all_to_all(x):
@@ -148,7 +153,7 @@ def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
         rank=lambda: zeros[0],
         max=maximum,
         sum=total,
-        mean=lambda x: total(x) / workers,
+        mean=mean,
         gather=gather,
         all_to_all=all_to_all,
         bytes_moved=lambda: sum(ring_bytes(entry, workers) for entry in record if isinstance(entry, Transfer)),

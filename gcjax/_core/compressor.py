@@ -1,6 +1,6 @@
 """What a method is: the protocol of a compressor, and what it reports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -41,20 +41,22 @@ def dense_report(entries: int | Array, payload_bits: Array | float) -> SendRepor
 
 
 InitFn = Callable[[Bucket], PyTree]
-UpdateFn = Callable[[Array, Array | None, PyTree, Comm, Array], tuple[Array, PyTree, SendReport]]
+Leaves = Sequence[Array]
+UpdateFn = Callable[[Leaves, Leaves | None, PyTree, Comm, Array], tuple[Leaves, PyTree, SendReport]]
 
 
 class Compressor(NamedTuple):
-    """A method, as two pure functions over one flat bucket.
+    """A method, as two pure functions over the leaves of one bucket.
 
-    `update(gradient, sum_grad_squared, state, comm, all_finite)` takes float32[bucket.size], the same or None, one
-    worker's state, the collectives, and a bool scalar that is equal on all workers. It returns the update, bit-equal on
-    all workers, the new state and the report. `all_finite` is False when the input of any worker is not finite: the
-    update must then be NaN everywhere and the state must come back as it was.
+    `update(gradient, sum_grad_squared, state, comm, all_finite)` takes a float32 array for each segment of the bucket,
+    of its shape; the same or None; one worker's state; the collectives; and a bool scalar that is equal on all workers.
+    It returns the update, arrays like the gradient's and bit-equal on all workers; the new state; and the report.
+    `Bucket.join` and `Bucket.split` go from leaves to one array and back. `all_finite` is False when the input of any
+    worker is not finite: the update must then be NaN everywhere and the state must come back as it was.
 
     Attributes:
       init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,
-        float32[bucket.size], what this worker has taken in and neither sent nor given up.
+        float32 of the bucket's shape, what this worker has taken in and neither sent nor given up.
       update: see above.
     """
 

@@ -1,17 +1,20 @@
 """From a compressor to an optax transform."""
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
-from gcjax._kernels.bits import pack_mask
+from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.buckets import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
 
@@ -98,12 +101,15 @@ def compress(
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
 
         gradients = flatten(layout, updates)
-        squares: list[Array | None] = [None] * len(gradients)
+        squares: list[tuple[Array, ...] | None] = [None] * len(gradients)
         if sum_grad_squared is not None:
             squares = [*flatten(layout, sum_grad_squared)]
         axes = state.buckets.axes
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        any_bad = _any_bad(gradients, squares).astype(jnp.int32)
+        bad = _bad_leaves(gradients, squares)
+        # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
+        # flags of all leaves again in every kernel that uses the result.
+        any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
         all_finite = comm.max(pmax_if_axes(any_bad, shard_axes)) == 0
 
         results = [
@@ -123,7 +129,7 @@ def compress(
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         bucket_states, report = vary((bucket_states, report), axes if tracks_variation(axes) else ())
         new = CompressState(PerWorker.pack(bucket_states, axes), PerWorker.pack(report, axes))
-        return _equal_where_gradients_are(unflatten(layout, list(means)), updates, shard_axes), new
+        return _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -227,12 +233,32 @@ def _equal_where_gradients_are(updates: PyTree, gradients: PyTree, shard_axes: t
     return jax.tree.map(mean, updates, gradients)
 
 
-def _any_bad(gradients: list[Array], squares: list[Array | None]) -> Array:
-    """Whether any entry is not finite or any square is negative. Over mask words: a plain any() is twice as slow."""
-    bad = jnp.bool_(False)
-    for gradient, square in zip(gradients, squares, strict=True):
-        wrong = ~jnp.isfinite(gradient)
-        if square is not None:
-            wrong = wrong | ~((square >= 0) & (square < jnp.inf))
-        bad = bad | jnp.any(pack_mask(wrong) != 0)
-    return bad
+def _bad_leaves(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
+    """How many arrays have an entry that is not finite, or a negative square: int32."""
+    # Both differences are zero for good values, and otherwise NaN or positive.
+    bad = [_any_nonzero(g - g) for leaves in gradients for g in leaves]
+    bad += [_any_nonzero(jnp.abs(s) - s) for leaves in squares if leaves is not None for s in leaves]
+    return jnp.sum(jnp.stack(bad), dtype=jnp.int32)
+
+
+def _any_nonzero(x: Array) -> Array:
+    return lax.platform_dependent(x, cpu=_any_nonzero_on_cpu, default=lambda x: jnp.any(x != 0))
+
+
+def _any_nonzero_on_cpu(x: Array) -> Array:
+    """Reduced over short runs of rows first: a plain any() takes several times as long."""
+    rows, columns = _rows_and_columns(x.shape)
+    bits = float_bits(x).reshape(-1, rows, columns)
+    return jnp.any(lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,)) != 0)
+
+
+def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Two numbers whose product divides the size: rows, at most 16, and columns, the last axis where it is long."""
+    size, columns = math.prod(shape), shape[-1] if len(shape) > 1 else 1
+    if columns < LANES:
+        columns = _largest_divisor(size, 8 * LANES)
+    return _largest_divisor(size // columns, 16), columns
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)

@@ -1,25 +1,33 @@
 """Bits: masks as words, small integers packed into words, floats as integers.
 
-The forms are the ones XLA's CPU backend compiles to vector code; others that look alike are several times slower.
+A bucket's arrays have the shape [blocks, 32, 128]: blocks of 4,096 entries, 32 rows of 128 lanes. A mask word holds a
+column of a block: bit r of word 128 * b + l stands for entry [b, r, l]. So words are made and read without moving
+entries between the lanes of a vector unit, which TPUs are slow at, and a block is 4 whole tiles of a TPU's memory.
+
+The forms here are the ones that XLA's CPU backend compiles to vector code as well; others that look alike are several
+times slower. It needs three things: the arrays' own three axes in each result, reductions of at most 16 steps, and
+reductions of several operands at once (those of one operand take another way through the compiler).
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gcjax._types import Array
 
-LANES = 32  # entries in one mask word
-BLOCK = 1024  # entries in one block of the two-level prefix count
+WORD = 32  # entries in a mask word; rows of a block
+LANES = 128  # words of a block
+BLOCK = WORD * LANES  # entries of a block
 FLOAT_MAX = float(jnp.finfo(jnp.float32).max)
 TINY = float(jnp.finfo(jnp.float32).tiny)  # the smallest normal number; XLA flushes what lies below
 
 _SIGN = 1 << 31
 _MANTISSA = 23
 _HALF = 1 << (_MANTISSA - 1)
+
+Merge = Callable[[Array, Array], Array]
 
 
 def float_bits(x: Array) -> Array:
@@ -57,92 +65,131 @@ def power_of_two(biased: Array) -> Array:
     return bits_float(biased.astype(jnp.uint32) << _MANTISSA)
 
 
-def _lane_bits(mask: Array) -> Array:
-    """bool[..., 32] -> uint32[..., 32], lane i holding 1 << i where the mask is set."""
-    return jnp.where(mask, jnp.uint32(1) << jnp.arange(LANES, dtype=jnp.uint32), jnp.uint32(0))
-
-
 def to_unit(peak: Array) -> Array:
     """A power of two that scales magnitudes up to `peak` to below 4, so that sums of their squares cannot overflow."""
     return power_of_two(254 - jnp.clip(exponent(magnitude_bits(peak)), 1, 253))
 
 
-def words_for(size: int) -> int:
-    """Length of the packed mask of `size` entries, a multiple of 32."""
-    return -(-size // BLOCK) * (BLOCK // LANES)
+def blocks_for(words: int) -> int:
+    """Blocks that hold `words` mask words."""
+    return -(-words // LANES)
+
+
+def to_blocks(x: Array) -> Array:
+    """A flat array as [blocks, 32, 128], padded with zeros."""
+    return jnp.pad(x, (0, -len(x) % BLOCK)).reshape(-1, WORD, LANES)
+
+
+def position_of(index: Array) -> Array:
+    """Where an entry lies in the flattened bucket. Its index counts word by word: 32 * word + bit."""
+    block, row, lane = index // BLOCK, index % WORD, index // WORD % LANES
+    return block * BLOCK + row * LANES + lane
+
+
+def word_and_bit(position: Array) -> tuple[Array, Array]:
+    """The mask word of an entry, int32, and the word with its bit set, uint32."""
+    word = position // BLOCK * LANES + position % LANES
+    return word, jnp.uint32(1) << (position // LANES % WORD).astype(jnp.uint32)
 
 
 def pack_mask(mask: Array) -> Array:
-    """bool[n] -> uint32[words_for(n)]; entry i is bit i % 32 of word i // 32, the rest is 0."""
-    return by_rows(lambda rows: jnp.sum(_lane_bits(rows), axis=1, dtype=jnp.uint32), mask)
+    """bool[blocks, 32, 128] -> uint32[128 * blocks]; bit r of word 128 * b + l is entry [b, r, l]."""
+    return _pack((mask,))[0]
+
+
+def pack_two(a: Array, b: Array) -> tuple[Array, Array]:
+    """Pack two masks in one pass over the arrays they are computed from."""
+    first, second = _pack((a, b))
+    return first, second
+
+
+def _pack(masks: tuple[Array, ...]) -> list[Array]:
+    return reduce_rows(*((lax.bitwise_or, jnp.where(mask, _row_bits(), jnp.uint32(0))) for mask in masks))
+
+
+def _row_bits() -> Array:
+    """uint32[32, 1], row r holding 1 << r."""
+    return jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)[:, None]
+
+
+def reduce_rows(*pairs: tuple[Merge, Array]) -> list[Array]:
+    """Reduce the rows of each block, [blocks, 32, 128] -> [128 * blocks] for each pair, in one pass over the data.
+
+    Args:
+      *pairs: merge(x, y), associative with 0 as its neutral element; and an array of any dtype.
+    """
+    merges, arrays = zip(*pairs, strict=True)
+    return lax.platform_dependent(
+        *arrays, cpu=functools.partial(_reduce_in_short, merges), default=functools.partial(_reduce, merges)
+    )
+
+
+def _reduce(merges: tuple[Merge, ...], *arrays: Array) -> list[Array]:
+    return [
+        lax.reduce(x, jnp.zeros((), x.dtype), merge, (1,)).reshape(-1) for merge, x in zip(merges, arrays, strict=True)
+    ]
+
+
+def _reduce_in_short(merges: tuple[Merge, ...], *arrays: Array) -> list[Array]:
+    """Eight steps over two halves of each array, then two merges: see the module's docstring."""
+    if len(arrays) > 4:  # more operands do not fit into registers
+        return _reduce_in_short(merges[:4], *arrays[:4]) + _reduce_in_short(merges[4:], *arrays[4:])
+    split = [x.reshape(-1, 2, 2, 8, LANES) for x in arrays]
+    halves = [x[:, :, half] for x in split for half in (0, 1)]
+    merge_of = [merge for merge in merges for _ in (0, 1)]
+
+    def merge_all(a, b):
+        return tuple(merge(x, y) for merge, x, y in zip(merge_of, a, b, strict=True))
+
+    reduced = lax.reduce(tuple(halves), tuple(jnp.zeros((), x.dtype) for x in halves), merge_all, (2,))
+    eighths = [merge(x, y) for merge, x, y in zip(merges, reduced[::2], reduced[1::2], strict=True)]
+    return [merge(x[:, 0], x[:, 1]).reshape(-1) for merge, x in zip(merges, eighths, strict=True)]
 
 
 def pack_mask_and_peak(mask: Array, x: Array) -> tuple[Array, Array]:
     """`pack_mask`, and the bits of the largest selected |x| of each word, in one pass over the data.
 
-    mask: bool[n]; x: float32[n]. Returns uint32[words_for(n)] twice; the peak of an empty word is 0.
+    mask: bool[blocks, 32, 128]; x: float32 of the same shape. Returns uint32[128 * blocks] twice; the peak of an empty
+    word is 0.
     """
     zero = jnp.uint32(0)
-
-    def merge(a, b):
-        return a[0] | b[0], jnp.maximum(a[1], b[1])
-
-    def pack(mask, magnitude):
-        return lax.reduce((_lane_bits(mask), jnp.where(mask, magnitude, zero)), (zero, zero), merge, (1,))
-
-    return by_rows(pack, mask, magnitude_bits(x))
-
-
-def by_rows(pack: Callable[..., Any], *flats: Array) -> Any:
-    """Apply `pack`, which turns rows of 32 entries (x[m, 32], ...) into y[m] or a tuple of them, to flat vectors.
-
-    Returns y[words_for(n)]. The ragged end is padded with zeros and packed apart: padding the whole would copy it.
-    """
-    size = len(flats[0])
-    body = size // BLOCK * BLOCK
-    if body == size:
-        return pack(*(flat.reshape(-1, LANES) for flat in flats))
-    end = pack(*(jnp.pad(flat[body:], (0, BLOCK - size + body)).reshape(-1, LANES) for flat in flats))
-    if body == 0:
-        return end
-    return jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b]), pack(*(flat[:body].reshape(-1, LANES) for flat in flats)), end
+    words, peaks = reduce_rows(
+        (lax.bitwise_or, jnp.where(mask, _row_bits(), zero)), (lax.max, jnp.where(mask, magnitude_bits(x), zero))
     )
+    return words, peaks
 
 
-def unpack_mask(words: Array, size: int) -> Array:
-    """uint32[words_for(size)] -> bool[size], the inverse of `pack_mask`."""
-    lanes = jnp.arange(LANES, dtype=jnp.uint32)
-    return ((words[:, None] >> lanes) & 1).astype(bool).reshape(-1)[:size]
+def unpack_mask(words: Array) -> Array:
+    """uint32[m] -> bool[blocks, 32, 128], the inverse of `pack_mask`; missing words of the last block count as 0."""
+    return _columns(words) >> jnp.arange(WORD, dtype=jnp.uint32)[:, None] & 1 != 0
 
 
-def pack_planes(values: Array, bits: int) -> Array:
-    """Integers below 2**bits, shape [n] -> uint32[bits * words_for(n)]: the masks of all bits 0, all bits 1, and so on.
+def _columns(words: Array) -> Array:
+    """uint32[..., m] -> uint32[..., blocks, 1, 128]."""
+    *outer, count = words.shape
+    padding = [(0, 0)] * len(outer) + [(0, -count % LANES)]
+    return jnp.pad(words, padding).reshape(*outer, -1, 1, LANES)
 
-    A value takes exactly `bits` bits (except for padding at the end). One pass over the data.
+
+def pack_planes(values: Array, bits: int, words: int | None = None) -> Array:
+    """Integers below 2**bits as packed masks: of all bits 0, then of all bits 1, and so on.
+
+    Args:
+      values: uint32[blocks, 32, 128].
+      bits: planes.
+      words: words of each plane that are kept; None for all.
+
+    Returns:
+      uint32[bits * words].
     """
-    return pack_planes_of(lambda values: values, bits, values.astype(jnp.uint32))
+    planes = _pack(tuple(values >> b & 1 != 0 for b in range(bits)))
+    return jnp.concatenate([plane[:words] for plane in planes])
 
 
-def pack_planes_of(code: Callable[..., Array], bits: int, *flats: Array) -> Array:
-    """`pack_planes(code(*flats), bits)` for a code that works entry by entry and returns uint32, in one pass.
-
-    Were the code applied before, XLA would write its result out, because the ragged end needs it too.
-    """
-
-    def pack(*rows):
-        values, zero = code(*rows), jnp.uint32(0)
-        planes = tuple(_lane_bits((values >> b) & 1 != 0) for b in range(bits))
-        return lax.reduce(planes, (zero,) * bits, lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True)), (1,))
-
-    return jnp.concatenate(by_rows(pack, *flats))
-
-
-def unpack_planes(words: Array, bits: int, size: int) -> Array:
-    """The inverse of `pack_planes`: uint32[size]."""
-    lanes = jnp.arange(LANES, dtype=jnp.uint32)
-    planes = words.reshape(bits, -1, 1)
-    return sum((((planes[b] >> lanes) & 1) << b for b in range(1, bits)), (planes[0] >> lanes) & 1).reshape(-1)[:size]
+def unpack_planes(words: Array, bits: int) -> Array:
+    """The inverse of `pack_planes`, of however many words: uint32[blocks, 32, 128]."""
+    planes, rows = _columns(words.reshape(bits, -1)), jnp.arange(WORD, dtype=jnp.uint32)[:, None]
+    return sum((((planes[b] >> rows) & 1) << b for b in range(1, bits)), (planes[0] >> rows) & 1)
 
 
 def count_bits(words: Array) -> Array:
@@ -151,17 +198,20 @@ def count_bits(words: Array) -> Array:
 
 
 def prefix_count(words: Array) -> Array:
-    """Set bits in words[: i + 1] for each i, int32[n]; n must be a multiple of 32.
+    """Set bits in words[: i + 1] for each i, int32[n]; n must be a multiple of 128.
 
-    Two levels (within blocks of 32 words, then over the blocks): a plain cumsum of this length was slower on CPU.
+    Two levels (within blocks of 128 words, then over the blocks): a plain cumsum of this length was slower on CPU.
     """
-    counts = count_bits(words).reshape(-1, BLOCK // LANES)
-    shift = 1
-    while shift < BLOCK // LANES:
-        counts = counts + jnp.pad(counts, ((0, 0), (shift, 0)))[:, : BLOCK // LANES]
-        shift *= 2
+    counts = count_bits(words).reshape(-1, LANES)
+    counts = lax.platform_dependent(counts, cpu=lambda x: jnp.cumsum(x, axis=1), default=_cumsum_by_matmul)
     total = counts[:, -1]
     return (counts + (jnp.cumsum(total) - total)[:, None]).reshape(-1)
+
+
+def _cumsum_by_matmul(counts: Array) -> Array:
+    """Along rows of 128, of integers up to 256, which bfloat16 holds exactly. TPUs compile a long cumsum slowly."""
+    triangle = jnp.triu(jnp.ones((LANES, LANES), jnp.bfloat16))
+    return jnp.matmul(counts.astype(jnp.bfloat16), triangle, preferred_element_type=jnp.float32).astype(jnp.int32)
 
 
 def nth_set_bit(words: Array, rank: Array) -> Array:
@@ -186,18 +236,19 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def pack_uint(values: Array, bits: int) -> Array:
-    """Integers in 0..2**bits - 1, shape [n] -> uint32[ceil(n * bits / 32)]; `bits` must divide 32.
+    """Integers in 0..2**bits - 1, shape [n] -> uint32[m], m = ceil(n * bits / 32); `bits` must divide 32.
 
-    Value i sits in word i // (32 / bits), the first one in the lowest bits; the rest of the last word is 0.
+    Value i sits in word i % m, the first m values in the lowest bits; unused bits are 0. (With neighbours in one word
+    it compiles for minutes on TPUs.)
     """
     per_word = 32 // bits
-    values = jnp.pad(values.astype(jnp.uint32), (0, -len(values) % per_word)).reshape(-1, per_word)
-    return jnp.sum(values << (jnp.arange(per_word, dtype=jnp.uint32) * bits), axis=1, dtype=jnp.uint32)
+    rows = jnp.pad(values.astype(jnp.uint32), (0, -len(values) % per_word)).reshape(per_word, -1)
+    return jnp.sum(rows << (jnp.arange(per_word, dtype=jnp.uint32) * bits)[:, None], axis=0, dtype=jnp.uint32)
 
 
 def unpack_uint(words: Array, bits: int, count: int) -> Array:
-    """The inverse of `pack_uint`: uint32 words -> uint32[count]."""
+    """The inverse of `pack_uint`: uint32[m] -> uint32[count]."""
     if bits == 32:  # the mask below would need 33 bits
         return words[:count]
     shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
-    return ((words[:, None] >> shifts) & jnp.uint32((1 << bits) - 1)).reshape(-1)[:count]
+    return ((words >> shifts[:, None]) & jnp.uint32((1 << bits) - 1)).reshape(-1)[:count]

@@ -5,35 +5,30 @@ goes on with these. The padding between leaves is zero and adds nothing. The ord
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gcjax._kernels.bits import FLOAT_MAX, LANES, by_rows, count_bits, to_unit
+from gcjax._kernels.bits import FLOAT_MAX, LANES, WORD, count_bits, reduce_rows, to_unit
 from gcjax._kernels.buckets import Bucket
 from gcjax._types import Array
-
-Merge = Callable[[Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Consecutive groups of entries of a bucket.
+    """Consecutive groups of mask words of a bucket.
 
     Attributes:
       ranges: (begin, end) of the mask words of each group.
       sizes: parameters in each group.
-      words: mask words of the bucket.
-      size: entries of the bucket.
+      words: mask words of the bucket's blocks.
     """
 
     ranges: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
     words: int
-    size: int
 
     def __len__(self) -> int:
         return len(self.ranges)
@@ -48,12 +43,12 @@ class Groups:
         return jnp.asarray(np.asarray(self.sizes, np.float32))
 
     def sums(self, *xs: Array) -> list[Array]:
-        """Sums over each group: float32[size] -> float32[groups] for each x, all in one pass."""
-        return [self._reduce(per_word, jnp.sum) for per_word in by_rows(self._reducer(_add), *xs)]
+        """Sums over each group: float32[blocks, 32, 128] -> float32[groups] for each x, all in one pass."""
+        return [self.reduce_words(per_word, jnp.sum) for per_word in reduce_rows(*((lax.add, x) for x in xs))]
 
     def maxima(self, *xs: Array) -> list[Array]:
         """Maxima over each group, like `sums`; the entries must not be negative."""
-        return [self._reduce(per_word, jnp.max) for per_word in by_rows(self._reducer(_larger), *xs)]
+        return [self.reduce_words(per_word, jnp.max) for per_word in reduce_rows(*((_larger, x) for x in xs))]
 
     def norms(self, x: Array, largest: Array) -> Array:
         """2-norms, float32[groups]. `largest`, the groups' largest magnitudes, keeps squares in float32's range."""
@@ -63,13 +58,10 @@ class Groups:
 
     def set_bits(self, words: Array) -> Array:
         """Number of entries of each group that a packed mask has set, float32[groups]."""
-        return self._reduce(count_bits(words).astype(jnp.float32), jnp.sum)
+        return self.reduce_words(count_bits(words).astype(jnp.float32), jnp.sum)
 
-    def _reducer(self, merge: Merge) -> Callable[..., list[Array]]:
-        # A single group needs no value per word: reduced across rows, as vectors, it takes half the time.
-        return _reducer(merge, (16, 16) if len(self) == 1 else (LANES, 1))
-
-    def _reduce(self, per_word: Array, operation: Callable[..., Array]) -> Array:
+    def reduce_words(self, per_word: Array, operation: Callable[..., Array]) -> Array:
+        """`jnp.sum` or `jnp.max` of one value per word: [words] -> [groups]."""
         if len(self) == 1:
             return operation(per_word)[None]
         width = max(end - begin for begin, end in self.ranges)
@@ -80,53 +72,38 @@ class Groups:
         return operation(jnp.where(word < ends, per_word[np.minimum(word, self.words - 1)], 0), axis=1)
 
     def per_entry(self, values: Array) -> Array:
-        """The value of each entry's group: [groups] -> [size], or a scalar for a single group."""
+        """The value of each entry's group, [groups] -> [blocks, 1, 128], or a scalar for a single group."""
         if len(self) == 1:
             return values[0]
-        return jnp.repeat(values[self.group_of_word()], LANES)[: self.size]
-
-
-def _reducer(merge: Merge, shape: tuple[int, int]) -> Callable[..., list[Array]]:
-    """A function that reduces blocks of `shape` along their first axis.
-
-    XLA's CPU backend hands sums and maxima that it recognises to a library, for which it first writes the operands out,
-    at ten times the cost. It does not recognise these.
-    """
-
-    def reduce(*rows):
-        def merge_all(a, b):
-            return tuple(merge(x, y) for x, y in zip(a, b, strict=True))
-
-        blocks = tuple(x.reshape(-1, *shape) for x in rows)
-        return [x.reshape(-1) for x in lax.reduce(blocks, (jnp.float32(0),) * len(rows), merge_all, (1,))]
-
-    return reduce
-
-
-def _add(x: Array, y: Array) -> Array:
-    return lax.reduce_precision(x + y, 8, 23)  # the precision of float32: changes nothing
+        return values[self.group_of_word()].reshape(-1, 1, LANES)
 
 
 def _larger(x: Array, y: Array) -> Array:
-    return jnp.where(x > y, x, y)
+    return jnp.where(x > y, x, y)  # lax.max, which looks for NaN, takes longer on CPU
 
 
 def leaf_groups(bucket: Bucket) -> Groups:
     """One group per leaf, or per part of a leaf that is split between buckets."""
-    return Groups(tuple(bucket.leaf_word_ranges()), tuple(s.size for s in bucket.segments), bucket.words, bucket.size)
+    return Groups(tuple(bucket.leaf_word_ranges()), tuple(s.size for s in bucket.segments), _all_words(bucket))
 
 
 def whole_group(bucket: Bucket) -> Groups:
     """One group of the whole bucket."""
-    return Groups(((0, bucket.words),), (bucket.entries,), bucket.words, bucket.size)
+    words = _all_words(bucket)
+    return Groups(((0, words),), (bucket.entries,), words)
 
 
 def block_groups(bucket: Bucket, block: int) -> Groups:
-    """Each leaf in groups of `block` entries, a multiple of 32, the last one shorter."""
-    ranges, sizes = [], []
-    for s, (begin, end) in zip(bucket.segments, bucket.leaf_word_ranges(), strict=True):
-        for k in range(math.ceil(s.size / block)):
-            first = begin + k * block // LANES
-            ranges.append((first, min(first + block // LANES, end)))
-            sizes.append(min(block, s.size - k * block))
-    return Groups(tuple(ranges), tuple(sizes), bucket.words, bucket.size)
+    """Each leaf in groups of `block` entries, a multiple of 32: of neighbouring mask words. The last may be smaller."""
+    width = block // WORD
+    ranges = tuple(
+        (first, min(first + width, end))
+        for begin, end in bucket.leaf_word_ranges()
+        for first in range(begin, end, width)
+    )
+    before = np.concatenate([[0], np.cumsum(np.bitwise_count(bucket.valid_words()), dtype=np.int64)])
+    return Groups(ranges, tuple(int(before[end] - before[begin]) for begin, end in ranges), _all_words(bucket))
+
+
+def _all_words(bucket: Bucket) -> int:
+    return bucket.size // WORD

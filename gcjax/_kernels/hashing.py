@@ -49,9 +49,9 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def uniform(key: Array, size: int) -> Array:
-    """float32[size], uniform in [0, 1), multiples of 2**-24."""
-    return (hash_bits(key, jnp.arange(size)) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+def uniform(key: Array, position: Array) -> Array:
+    """float32 of the shape of `position` (non-negative integers), uniform in [0, 1), multiples of 2**-24."""
+    return (hash_bits(key, position) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def scatter_positions(size: int, count: int, step: ArrayLike) -> Array:

@@ -43,29 +43,24 @@ class Matrices:
     batches: tuple[Batch, ...]
     others: tuple[Segment, ...]
 
-    def take(self, flat: Array) -> tuple[list[Array], Array]:
-        """float32[n] -> float32[b, rows, columns] for each batch of b matrices; and the other leaves, concatenated."""
-        matrices = []
-        for batch in self.batches:
-            size = batch.rows * batch.columns
-            parts = [flat[s.offset : s.offset + size] for s in batch.segments]
-            matrices.append(jnp.concatenate(parts).reshape(-1, batch.rows, batch.columns))
-        return matrices, jnp.concatenate([flat[:0], *(flat[s.offset : s.offset + s.size] for s in self.others)])
+    def take(self, leaves: Sequence[Array]) -> tuple[list[Array], Array]:
+        """The bucket's leaves -> float32[b, rows, columns] for each batch of b matrices; the others, concatenated."""
+        of = dict(zip(self.bucket.segments, leaves, strict=True))
+        matrices = [
+            jnp.stack([of[s].reshape(batch.rows, batch.columns) for s in batch.segments]) for batch in self.batches
+        ]
+        return matrices, jnp.concatenate([jnp.zeros(0), *(of[s].reshape(-1) for s in self.others)])
 
-    def join(self, matrices: Sequence[Array], others: Array) -> Array:
+    def leaves(self, matrices: Sequence[Array], others: Array) -> tuple[Array, ...]:
         """The inverse of `take`."""
-        parts: dict[Segment, Array] = {}
-        begin = end = 0
+        of: dict[Segment, Array] = {}
+        begin = 0
         for batch, m in zip(self.batches, matrices, strict=True):
-            parts |= {s: m[i].ravel() for i, s in enumerate(batch.segments)}
+            of |= {s: m[i].reshape(s.shape) for i, s in enumerate(batch.segments)}
         for s in self.others:
-            parts[s] = others[begin : begin + s.size]
+            of[s] = others[begin : begin + s.size].reshape(s.shape)
             begin += s.size
-        flat = []
-        for s in self.bucket.segments:
-            flat += [jnp.zeros(s.offset - end), parts[s]]
-            end = s.offset + s.size
-        return jnp.concatenate(flat)  # XLA takes the leaves straight from the parts
+        return tuple(of[s] for s in self.bucket.segments)
 
 
 def matrices_of(bucket: Bucket, wanted: Callable[[int, int], bool]) -> Matrices:

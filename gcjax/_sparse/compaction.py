@@ -10,18 +10,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._kernels.bits import LANES, count_bits, nth_set_bit, prefix_count
-from gcjax._types import Array
+from gcjax._kernels.bits import WORD, count_bits, nth_set_bit, prefix_count
+from gcjax._types import Array, ArrayLike
 
 
 class Slots(NamedTuple):
-    """Slots for the set entries of a mask: in order of index, from word `start_word` on, wrapping around.
+    """Slots for the set entries of a mask: word by word, from word `start_word` on, wrapping around.
 
     Starting where the last step had to stop, as owners do, starves no entries.
 
     Attributes:
-      words: uint32[m], the mask.
-      first_slot: int32[m], slot of each word's first entry.
+      words: uint32[m], the mask, from word `start_word` on.
+      first_slot: int32[m], slot of each word's first entry, ascending.
       total: int32, set entries in all.
       start_word: int32.
     """
@@ -29,52 +29,56 @@ class Slots(NamedTuple):
     words: Array
     first_slot: Array
     total: Array
-    start_word: Array
-
-    @property
-    def end(self) -> Array:
-        """The slot behind each word's last entry, int32[m]."""
-        return self.first_slot + count_bits(self.words)
+    start_word: ArrayLike
 
 
-def assign_slots(words: Array, start_word: Array) -> Slots:
-    """Assign slots to the set entries of `words` (uint32[m], m a multiple of 32), beginning with word `start_word`."""
-    before = prefix_count(words) - count_bits(words)
-    total = before[-1] + count_bits(words[-1])
-    first_slot = before - before[start_word] + jnp.where(jnp.arange(len(words)) < start_word, total, 0)
-    return Slots(words, first_slot, total, start_word)
+def assign_slots(words: Array, start_word: ArrayLike = 0) -> Slots:
+    """Assign slots to the set entries of `words` (uint32[m], m a multiple of 128), beginning with word `start_word`."""
+    words = _rotated(words, start_word)
+    end = prefix_count(words)
+    return Slots(words, end - count_bits(words), end[-1], start_word)
+
+
+def _rotated(words: Array, start: ArrayLike) -> Array:
+    if isinstance(start, int) and start == 0:
+        return words
+    return lax.dynamic_slice(jnp.concatenate([words, words]), (start,), words.shape)
 
 
 def truncate(slots: Slots, capacity: int) -> tuple[Array, Array]:
     """The entries that fit into `capacity` slots, in whole words so that no second pass over the entries is needed.
 
     Args:
-      slots: the slots wanted.
+      slots: the slots wanted, with a `start_word`.
       capacity: at least 32, or a full word would wait for ever.
 
     Returns:
-      The words that fit, with the others 0; and the word with which the next step must begin, 0 if all fitted.
+      The words that fit, with the others 0, from word 0 on; and the word with which the next step must begin, 0 if all
+      fitted.
     """
-    fits = slots.end <= capacity
-    words = jnp.where(fits, slots.words, jnp.uint32(0))
-    resume = (slots.start_word + jnp.sum(fits, dtype=jnp.int32)) % len(slots.words)
+    size, start = len(slots.words), jnp.asarray(slots.start_word, jnp.int32)
+    fits = slots.first_slot + count_bits(slots.words) <= capacity
+    words = _rotated(jnp.where(fits, slots.words, jnp.uint32(0)), (size - start) % size)
+    resume = (start + jnp.sum(fits, dtype=jnp.int32)) % size
     return words, jnp.where(slots.total <= capacity, 0, resume)
 
 
 def slot_indices(slots: Slots, capacity: int) -> Array:
-    """Entry number for each slot, int32[capacity]; slots beyond what `truncate` keeps hold any valid number."""
+    """The entry's index for each slot, int32[capacity]: 32 * word + bit.
+
+    Slots beyond the last entry hold any valid number.
+    """
     size = len(slots.words)
-    number = jnp.arange(size, dtype=jnp.int32) - slots.start_word
-    number = jnp.where(number < 0, number + size, number)
-    takes_slot = (slots.first_slot < slots.end) & (slots.end <= capacity)
-    position = jnp.where(takes_slot, slots.first_slot, capacity)
-    word_at = jnp.zeros(capacity, jnp.int32).at[position].set(number, mode="drop")
-    word = (_running_max(word_at) + slots.start_word) % size
-    rank = jnp.arange(capacity, dtype=jnp.int32) - slots.first_slot[word]
-    index = word * LANES + nth_set_bit(slots.words[word], rank)
+    # Empty words write to the slot of the next word that is not empty, which has a larger number.
+    number = jnp.arange(size, dtype=jnp.int32)
+    at_first = jnp.zeros(capacity, jnp.int32).at[slots.first_slot].max(number, mode="drop", indices_are_sorted=True)
+    place = _running_max(at_first)
+    rank = jnp.arange(capacity, dtype=jnp.int32) - slots.first_slot[place]
+    word = (place + slots.start_word) % size
+    index = word * WORD + nth_set_bit(slots.words[place], rank)
     # The remainder changes nothing. XLA computes a remainder by an unknown number once; otherwise it would compute the
     # index again in each use.
-    return index % jnp.maximum(slots.total, size * LANES)
+    return index % jnp.maximum(slots.total, size * WORD)
 
 
 def _running_max(x: Array) -> Array:
@@ -85,7 +89,7 @@ def _running_max(x: Array) -> Array:
     """
 
     def double(k, x):
-        behind = lax.dynamic_slice(jnp.pad(x, (LANES // 2, 0)), (LANES // 2 - (1 << k),), x.shape)
+        behind = lax.dynamic_slice(jnp.pad(x, (WORD // 2, 0)), (WORD // 2 - (1 << k),), x.shape)
         return jnp.maximum(x, behind)
 
-    return lax.fori_loop(0, LANES.bit_length() - 1, double, x)
+    return lax.fori_loop(0, WORD.bit_length() - 1, double, x)

@@ -14,7 +14,7 @@ from jax import lax
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
-from gcjax._kernels.bits import LANES, count_bits, packed_size
+from gcjax._kernels.bits import WORD, count_bits, packed_size, position_of
 from gcjax._sparse.compaction import assign_slots, slot_indices
 from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity
 from gcjax._sparse.reduce_scatter import SUM_CODE, reduce_scatter_exchange, slots_per_owner
@@ -70,7 +70,7 @@ def default_capacities(entries: int) -> tuple[int, ...]:
 def capacities_for(capacity: int | tuple[int, ...]) -> tuple[int, ...]:
     """The wanted numbers of slots, rounded up to whole mask words, without repetitions, ascending."""
     wanted = capacity if isinstance(capacity, tuple) else (capacity,)
-    return tuple(sorted({max(-(-slots // LANES) * LANES, LANES) for slots in wanted}))
+    return tuple(sorted({max(-(-slots // WORD) * WORD, WORD) for slots in wanted}))
 
 
 def exchange(message: Message, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:
@@ -97,9 +97,9 @@ def _owners_move_less(header: Header, capacity: int, workers: int) -> bool:
 
 
 def _all_gather_exchange(message: Message, start_word: Array, comm: Comm, all_finite: Array) -> Exchanged:
-    header, code = message.header(), message.code
+    header, code, bucket = message.header(), message.code, message.bucket
     sent_mask = keep_largest(message.capacities[-1], message.values, message.mask)
-    slots, selected = assign_slots(sent_mask, jnp.int32(0)), jnp.sum(count_bits(message.mask))
+    slots, selected = assign_slots(sent_mask), jnp.sum(count_bits(message.mask))
     sent = slots.total
     which, fill = choose_capacity(sent, message.capacities, comm, all_finite)
 
@@ -107,10 +107,10 @@ def _all_gather_exchange(message: Message, start_word: Array, comm: Comm, all_fi
         def run(values, slots, sent, fill):
             metered = comm.metered()
             index = slot_indices(slots, capacity)
-            body = code.encode(values[index], index, header.scale_at(index), message.key)
+            body = code.encode(values.reshape(-1)[position_of(index)], index, header.scale_at(index), message.key)
             count = jnp.where(fill == 0, sent, 0).astype(jnp.uint32)
             payloads = metered.gather(jnp.concatenate([count[None], header.packed(), body]))
-            mean = add_messages(payloads, jnp.full(len(values), fill), header, capacity)
+            mean = add_messages(payloads, jnp.full(bucket.span, fill), header, capacity)
             return mean, jnp.int32(capacity), jnp.float32(metered.bytes_moved())
 
         return run
@@ -119,4 +119,4 @@ def _all_gather_exchange(message: Message, start_word: Array, comm: Comm, all_fi
     mean, capacity, wire_bytes = lax.switch(which, branches, message.values, slots, sent, fill)
     bits = (header.bits + code.entry_bits * sent).astype(jnp.float32)
     report = SendReport(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits)
-    return Exchanged(mean, sent_mask, start_word, report, None)
+    return Exchanged(bucket.split(mean), sent_mask, start_word, report, None)

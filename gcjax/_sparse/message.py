@@ -8,18 +8,20 @@ import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
-from gcjax._kernels.bits import LANES, pack_uint, packed_size, unpack_uint
+from gcjax._kernels.bits import WORD, pack_uint, packed_size, position_of, unpack_uint
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.value_codes import ValueCode
 from gcjax._types import Array
 
 
 class Message(NamedTuple):
-    """What one worker wants to send of a bucket of n entries.
+    """What one worker wants to send of a bucket.
+
+    An entry's index on the wire counts word by word: 32 * word + bit.
 
     Attributes:
-      values: float32[n].
-      mask: uint32[words_for(n)], packed mask of the entries to send.
+      values: float32[blocks, 32, 128].
+      mask: uint32[words], packed mask of the entries to send.
       code: how values travel.
       bucket: where the leaves lie.
       capacities: numbers of slots, ascending. The smallest that holds every worker's entries is used.
@@ -48,7 +50,7 @@ class Header(NamedTuple):
     Attributes:
       code: how values travel.
       scales: uint32[m], see `Message`; empty for a code without scales.
-      leaf_of_word: int32[words_for(n)], the leaf that each mask word belongs to; None for a code without scales.
+      leaf_of_word: int32[words], the leaf that each mask word belongs to; None for a code without scales.
     """
 
     code: ValueCode
@@ -79,18 +81,18 @@ class Header(NamedTuple):
         if self.leaf_of_word is None:
             return jnp.zeros(index.shape, jnp.uint32)
         second = len(self.scales) // 2 if which else 0
-        return self.scales[self.leaf_of_word[index // LANES] + second]
+        return self.scales[self.leaf_of_word[index // WORD] + second]
 
 
 class Returned(NamedTuple):
     """Sums that an owner did not pass on, to be added to its residual.
 
     Attributes:
-      entry: int32[m], entry numbers; those of unused slots are out of bounds.
+      indices: int32[m]; that of unused slots is out of bounds.
       values: float32[m].
     """
 
-    entry: Array
+    indices: Array
     values: Array
 
 
@@ -98,14 +100,15 @@ class Exchanged(NamedTuple):
     """The result of an exchange.
 
     Attributes:
-      mean: float32[n], mean over the workers of what they sent, bit-equal on all of them; NaN after a skipped step.
-      sent: uint32[words_for(n)], packed mask of the entries that this worker sent.
+      mean: mean over the workers of what they sent, for each leaf of the bucket; bit-equal on all workers, NaN after a
+        skipped step.
+      sent: uint32[words], packed mask of the entries that this worker sent.
       start_word: int32, see `TransportState`.
       report: counts all entries of the message's mask as selected.
       returned: None where nothing can come back.
     """
 
-    mean: Array
+    mean: tuple[Array, ...]
     sent: Array
     start_word: Array
     report: SendReport
@@ -122,7 +125,7 @@ def choose_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, all_
 
 
 def add_messages(
-    payloads: Array, mean: Array, header: Header, capacity: int, place: Callable[[Array], Array] = lambda index: index
+    payloads: Array, mean: Array, header: Header, capacity: int, place: Callable[[Array], Array] = position_of
 ) -> Array:
     """Add every worker's entries, divided by the number of workers, to `mean` at `place(index)`.
 
@@ -133,7 +136,7 @@ def add_messages(
       mean: float32[n], what to add to.
       header: this worker's, for the code and the shapes.
       capacity: slots of each payload.
-      place: from entry numbers to positions in `mean`.
+      place: from indices to positions in `mean`.
     """
     size = len(mean)
     slot = jnp.arange(capacity, dtype=jnp.int32)

@@ -6,7 +6,7 @@ from gcjax._core.compressor import Compressor
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.exchange import capacities_for, check_transport, exchange
 from gcjax._sparse.message import Message
-from gcjax._sparse.state import SparseState, reset_to_zero
+from gcjax._sparse.state import SparseState, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import float_code
 from gcjax._types import Array
 
@@ -21,8 +21,8 @@ def sparse_method(
     Entries that are not sent stay in the residual.
 
     Args:
-      select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a float32[n] the
-        gradient plus the residual.
+      select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
+        shape, the gradient plus the residual.
       capacity: capacity(bucket) -> slots of the payload, or a tuple of sizes of which the smallest that fits is used.
       transport: "all_gather", "reduce_scatter" or "auto"; see `gcjax.variance_compress`.
 
@@ -38,7 +38,7 @@ def sparse_method(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
+        (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
         message = Message(a, select(a, state.step, bucket), code, bucket, capacities_for(capacity(bucket)))
         exchanged = exchange(message, state.transport, comm, all_finite)
         return exchanged.mean, state.after(exchanged, (a,), all_finite), exchanged.report

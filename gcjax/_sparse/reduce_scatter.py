@@ -17,7 +17,7 @@ from jax import lax
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
-from gcjax._kernels.bits import LANES, count_bits, pack_mask, unpack_mask, words_for
+from gcjax._kernels.bits import LANES, WORD, blocks_for, count_bits, pack_mask, position_of, unpack_mask
 from gcjax._kernels.hashing import quick_bits
 from gcjax._sparse.compaction import Slots, assign_slots, slot_indices, truncate
 from gcjax._sparse.message import Exchanged, Header, Message, Returned, add_messages, choose_capacity
@@ -29,7 +29,7 @@ SUM_CODE = float_code(32)  # owners send their sums without rounding
 
 
 def slots_per_owner(capacity: int, workers: int) -> int:
-    return max(-(-capacity // workers), LANES)  # a full word must fit
+    return max(-(-capacity // workers), WORD)  # a full word must fit
 
 
 # Words are dealt to owners in rounds of one word each. A hash rotates the order of each round. So owners get equally
@@ -51,9 +51,9 @@ def owner_of(word: Array, workers: int) -> tuple[Array, Array]:
     return (word - _rotation(turn, workers)) % workers, turn
 
 
-def _entry_of(owner: Array, at_owner: Array, workers: int) -> Array:
-    """Entry number in the bucket, int32, of an entry given by its owner and its position among the owner's entries."""
-    return word_of(owner, at_owner // LANES, workers) * LANES + at_owner % LANES
+def _index_of(owner: Array, at_owner: Array, workers: int) -> Array:
+    """Index in the bucket, int32, of an entry given by its owner and its index among the owner's entries."""
+    return word_of(owner, at_owner // WORD, workers) * WORD + at_owner % WORD
 
 
 def reduce_scatter_exchange(message: Message, start_word: Array, comm: Comm, all_finite: Array) -> Exchanged:
@@ -63,7 +63,7 @@ def reduce_scatter_exchange(message: Message, start_word: Array, comm: Comm, all
     slots_of = tuple(sorted({slots_per_owner(capacity, workers) for capacity in message.capacities}))
     selected = jnp.sum(count_bits(message.mask))
     words = keep_largest(slots_of[-1] * workers, x, message.mask)
-    rounds = words_for(-(-size // workers) * LANES)
+    rounds = blocks_for(-(-size // workers)) * LANES
     owner, turn = jnp.arange(workers)[:, None], jnp.arange(rounds)
     dealt = jnp.pad(words, (0, rounds * workers - size))[word_of(owner, turn, workers)]
     wanted = jax.vmap(assign_slots, (0, None))(dealt, start_word)
@@ -80,14 +80,15 @@ def reduce_scatter_exchange(message: Message, start_word: Array, comm: Comm, all
             arrived = metered.all_to_all(jnp.concatenate([count, packed, body], axis=1))
 
             def at_owner(index):
-                return owner_of(index // LANES, workers)[1] * LANES + index % LANES
+                return position_of(owner_of(index // WORD, workers)[1] * WORD + index % WORD)
 
             nothing = (arrived[0, 0] & 0).astype(jnp.float32)  # typed as varying between workers, like the sums
-            sums = add_messages(arrived, jnp.full(rounds * LANES, nothing), header, slots, at_owner)
+            sums = add_messages(arrived, jnp.full(rounds * WORD, nothing), header, slots, at_owner)
+            sums = sums.reshape(-1, WORD, LANES)
             # Few entries arrive compared with the owner's part. Ties are common because values are quantised.
             passed = top_k_mask(sums, slots, max_nonzero=slots * workers)
-            mean, passed_on = _gather_sums(sums, passed, jnp.full(len(x), fill), slots, metered)
-            left = jnp.where(unpack_mask(passed, len(sums)), 0, workers * sums)
+            mean, passed_on = _gather_sums(sums, passed, jnp.full(message.bucket.span, fill), slots, metered)
+            left = jnp.where(unpack_mask(passed), 0, workers * sums)
             return mean, left, passed_on, jnp.int32(slots * workers), jnp.float32(metered.bytes_moved())
 
         return run
@@ -100,8 +101,9 @@ def reduce_scatter_exchange(message: Message, start_word: Array, comm: Comm, all
     sent = jnp.sum(count)
     bits = workers * header.bits + header.code.entry_bits * sent + 32 + SUM_CODE.entry_bits * passed_on
     report = SendReport(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits.astype(jnp.float32))
-    returned = _returned(left, slots_of[-1], len(x), comm)
-    return Exchanged(mean, sent_words[owner_of(jnp.arange(size), workers)], resume, report, returned)
+    returned = _returned(left, slots_of[-1], message.bucket.size, comm)
+    sent_mask = sent_words[owner_of(jnp.arange(size), workers)]
+    return Exchanged(message.bucket.split(mean), sent_mask, resume, report, returned)
 
 
 def _bodies(x: Array, wanted: Slots, header: Header, slots: int, key: Array | None) -> Array:
@@ -110,8 +112,8 @@ def _bodies(x: Array, wanted: Slots, header: Header, slots: int, key: Array | No
     keys = None if key is None else jax.random.split(key, workers)
 
     def body(owner, wanted, key):
-        index = _entry_of(owner, slot_indices(wanted, slots), workers)
-        return header.code.encode(x[index], index, header.scale_at(index), key)
+        index = _index_of(owner, slot_indices(wanted, slots), workers)
+        return header.code.encode(x.reshape(-1)[position_of(index)], index, header.scale_at(index), key)
 
     return jax.vmap(body)(jnp.arange(workers), wanted, keys)
 
@@ -119,28 +121,28 @@ def _bodies(x: Array, wanted: Slots, header: Header, slots: int, key: Array | No
 def _gather_sums(sums: Array, passed: Array, mean: Array, slots: int, comm: Comm) -> tuple[Array, Array]:
     """Every owner's chosen sums, unrounded, added to `mean` on all workers; and how many this owner chose."""
     size = len(mean)
-    chosen = assign_slots(passed, jnp.int32(0))
+    chosen = assign_slots(passed)
     index = slot_indices(chosen, slots)
-    body = SUM_CODE.encode(sums[index], index, None, None)
+    body = SUM_CODE.encode(sums.reshape(-1)[position_of(index)], index, None, None)
     payloads = comm.gather(jnp.concatenate([chosen.total.astype(jnp.uint32)[None], body]))
 
     def decode(owner, payload):
         at_owner, y = SUM_CODE.decode(payload[1:], lambda index: None)
-        return _entry_of(owner, at_owner, comm.size), y
+        return _index_of(owner, at_owner, comm.size), y
 
     index, y = jax.vmap(decode)(jnp.arange(comm.size), payloads)
     slot = jnp.arange(slots, dtype=jnp.int32)
     padding = size + slot + slots * jnp.arange(comm.size, dtype=jnp.int32)[:, None]
-    index = jnp.where(slot < payloads[:, :1].astype(jnp.int32), index, padding)
-    mean = mean.at[index.reshape(-1)].add(y.reshape(-1), mode="drop", unique_indices=True)
+    place = jnp.where(slot < payloads[:, :1].astype(jnp.int32), position_of(index), padding)
+    mean = mean.at[place.reshape(-1)].add(y.reshape(-1), mode="drop", unique_indices=True)
     return mean, chosen.total
 
 
 def _returned(left: Array, slots: int, size: int, comm: Comm) -> Returned:
     """The sums that this owner did not pass on. There are no more of them than entries that may arrive."""
     room = slots * comm.size
-    wanted = assign_slots(pack_mask(left != 0), jnp.int32(0))
+    wanted = assign_slots(pack_mask(left != 0))
     at_owner = slot_indices(wanted, room)
-    index = _entry_of(comm.rank(), at_owner, comm.size)
+    index = _index_of(comm.rank(), at_owner, comm.size)
     slot = jnp.arange(room, dtype=jnp.int32)
-    return Returned(jnp.where(slot < wanted.total, index, size + slot), left[at_owner])
+    return Returned(jnp.where(slot < wanted.total, index, size + slot), left.reshape(-1)[position_of(at_owner)])

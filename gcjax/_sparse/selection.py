@@ -5,26 +5,30 @@ range are never selected: there is nothing to send.
 """
 
 import math
+from collections.abc import Callable
 from typing import overload
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import (
-    LANES,
     TINY,
     bits_float,
-    by_rows,
     count_bits,
     magnitude_bits,
     nth_set_bit,
     pack_mask,
+    pack_two,
+    position_of,
     prefix_count,
+    to_blocks,
+    word_and_bit,
 )
-from gcjax._kernels.groups import Groups
+from gcjax._kernels.buckets import Bucket
 from gcjax._kernels.hashing import scatter_positions
-from gcjax._sparse.compaction import assign_slots, slot_indices
+from gcjax._sparse.compaction import Slots, assign_slots, slot_indices
 from gcjax._types import Array, ArrayLike
 
 SAMPLE = 1 << 16
@@ -43,23 +47,36 @@ def count_for_density(density: float | Array, size: int) -> int | Array:
     return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
 
 
-def kth_largest(bits: Array, k: Array, candidates: Array | None = None) -> Array:
+def kth_largest(bits: Array, k: Array) -> Array:
     """The k-th largest of each row, exactly: uint32[..., m] below 2**31, int32[...] from 1 to m -> uint32[...].
 
-    Found bit by bit from the top: 31 counts, no sort. candidates: packed mask of the entries that count, of one row.
+    Found bit by bit from the top: 31 counts, no sort.
     """
+
+    def at_least(trial):
+        return jnp.sum(bits >= trial[..., None], axis=-1, dtype=jnp.int32)
+
+    return _search(at_least, k, jnp.zeros_like(bits[..., 0]))
+
+
+def _kth_of_bucket(x: Array, k: int | Array, candidates: Array | None = None) -> Array:
+    """`kth_largest` of the magnitudes of x, float32[blocks, 32, 128], but at least the bits of the smallest normal."""
+
+    def at_least(trial):  # as floats: magnitudes would be computed before the loop, and held in memory
+        limit = bits_float(trial)
+        return jnp.sum(count_bits(_among(candidates, pack_mask((x >= limit) | (x <= -limit)))))
+
+    return jnp.maximum(_search(at_least, jnp.int32(k), zeros((), jnp.uint32, x)), _TINY_BITS)
+
+
+def _search(at_least: Callable[[Array], Array], k: Array, start: Array) -> Array:
+    """The largest number below 2**31 with at_least(number) >= k."""
 
     def settle_bit(i, found):
         trial = found | (jnp.uint32(1) << (30 - i).astype(jnp.uint32))
-        return jnp.where(_count_rows(bits >= trial[..., None], candidates) >= k, trial, found)
+        return jnp.where(at_least(trial) >= k, trial, found)
 
-    return lax.fori_loop(0, 31, settle_bit, jnp.zeros_like(bits[..., 0]))
-
-
-def _count_rows(mask: Array, candidates: Array | None) -> Array:
-    if mask.ndim == 1:  # on CPU XLA is slow at long reductions to a scalar, fast at rows of 32
-        return jnp.sum(count_bits(_among(candidates, pack_mask(mask))))
-    return jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    return lax.fori_loop(0, 31, settle_bit, start)
 
 
 def _among(candidates: Array | None, words: Array) -> Array:
@@ -74,69 +91,58 @@ def kth_magnitude(x: Array, k: int | Array, max_nonzero: int | None = None, cand
     are searched. With fewer than k entries to select, the bits of the smallest normal number are returned.
 
     Args:
-      x: float32[n].
-      k: int or int32, from 1 to n.
+      x: float32[blocks, 32, 128].
+      k: int or int32, from 1 to the number of entries.
       max_nonzero: a bound on the number of entries that are not zero, where one is known; only these are searched.
       candidates: packed mask of the entries that count. A masked copy of x would be one more array of gradient length.
     """
-    bits, size = magnitude_bits(x), len(x)
+    bits, size = magnitude_bits(x), x.size
     if max_nonzero is not None and max_nonzero < size:
-        slots = assign_slots(pack_mask(bits > 0), jnp.int32(0))
-        slot = jnp.arange(max_nonzero, dtype=jnp.int32)
-        bits = jnp.where(slot < slots.total, bits[slot_indices(slots, max_nonzero)], 0)
-        return jnp.maximum(kth_largest(bits, jnp.int32(k)), _TINY_BITS)
+        slots = assign_slots(pack_mask(bits > 0))
+        return _kth_of_bucket(_values_in(slots, x, max_nonzero), k)
     if size <= 2 * SAMPLE:
-        return jnp.maximum(kth_largest(bits, jnp.int32(k), candidates), _TINY_BITS)
+        return _kth_of_bucket(x, k, candidates)
     place = scatter_positions(size, SAMPLE, 0)
-    sample = bits[place]
+    sample = bits.reshape(-1)[place]
     if candidates is not None:
-        sample = jnp.where(candidates[place // LANES] >> (place % LANES).astype(jnp.uint32) & 1 > 0, sample, 0)
+        word, bit = word_and_bit(place)
+        sample = jnp.where(candidates[word] & bit > 0, sample, 0)
     rank = k * (SAMPLE / size)
     slack = 4 * rank**0.5 + 8
     ranks = jnp.clip(jnp.array([rank - slack, rank + slack]), 1, SAMPLE).astype(jnp.int32)
     high, low = kth_largest(jnp.broadcast_to(sample, (2, SAMPLE)), ranks)
     high = jnp.where(rank - slack < 1, _TOP_BITS, high)
     low = jnp.maximum(jnp.where(rank + slack > SAMPLE, 0, low), _TINY_BITS)
-    above, inside = (_among(candidates, words) for words in _pack_two(bits > high, (bits >= low) & (bits <= high)))
-    count_above, slots = jnp.sum(count_bits(above)), assign_slots(inside, jnp.int32(0))
+    above, inside = (_among(candidates, words) for words in pack_two(bits > high, (bits >= low) & (bits <= high)))
+    count_above, slots = jnp.sum(count_bits(above)), assign_slots(inside)
     room = size // 32 if isinstance(slack, Array) else min(size // 32, round(3 * slack * size / SAMPLE))
     found = (count_above < k) & (k <= count_above + slots.total) & (slots.total <= room)
     too_few = (low == _TINY_BITS) & (count_above + slots.total < k)
 
     def among_these(x, slots):
-        slot = jnp.arange(room, dtype=jnp.int32)
-        inside = jnp.where(slot < slots.total, magnitude_bits(x[slot_indices(slots, room)]), 0)
-        return jnp.where(too_few, _TINY_BITS, kth_largest(inside, k - count_above))
+        return jnp.where(too_few, _TINY_BITS, _kth_of_bucket(_values_in(slots, x, room), k - count_above))
 
     def among_all(x, slots):
         del slots
-        return jnp.maximum(kth_largest(magnitude_bits(x), jnp.int32(k), candidates), _TINY_BITS)
+        return _kth_of_bucket(x, k, candidates)
 
     return lax.cond(found | too_few, among_these, among_all, x, slots)
 
 
-def _pack_two(a: Array, b: Array) -> tuple[Array, Array]:
-    """Pack two masks in one pass over the arrays they are computed from."""
-    lanes = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
-
-    def merge(x, y):
-        return x[0] | y[0], x[1] | y[1]
-
-    def pack(a, b):
-        zero = jnp.uint32(0)
-        return lax.reduce((jnp.where(a, lanes, zero), jnp.where(b, lanes, zero)), (zero, zero), merge, (1,))
-
-    return by_rows(pack, a, b)
+def _values_in(slots: Slots, x: Array, room: int) -> Array:
+    """The entries of x that have slots, as blocks with zeros behind them."""
+    taken = x.reshape(-1)[position_of(slot_indices(slots, room))]
+    return to_blocks(jnp.where(jnp.arange(room, dtype=jnp.int32) < slots.total, taken, 0))
 
 
 def top_k_mask(x: Array, k: int | Array, max_nonzero: int | None = None, candidates: Array | None = None) -> Array:
-    """Packed mask of the k entries of largest magnitude; of equal ones, those with the lowest index.
+    """Packed mask of the k entries of largest magnitude of x; of equal ones, those with the lowest index.
 
-    Fewer are set only where fewer are not zero. The arguments are those of `kth_magnitude`.
+    The index counts word by word. Fewer are set only where fewer are not zero. Arguments: as for `kth_magnitude`.
     """
     threshold = kth_magnitude(x, k, max_nonzero, candidates)
     bits = magnitude_bits(x)
-    above, equal = (_among(candidates, words) for words in _pack_two(bits > threshold, bits == threshold))
+    above, equal = (_among(candidates, words) for words in pack_two(bits > threshold, bits == threshold))
     room = k - jnp.sum(count_bits(above))
     return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
 
@@ -162,19 +168,15 @@ def _lowest(words: Array, count: Array) -> Array:
     return jnp.where(room == here, words, words & ((jnp.uint32(1) << stop.astype(jnp.uint32)) - 1))
 
 
-def sampled(x: Array, groups: Groups, count: int, step: Array) -> Array:
-    """A sample of up to `count` entries of each group (all of a smaller one): float32[groups, count], padded with 0.
+def sampled(x: Array, bucket: Bucket, count: int, step: Array) -> Array:
+    """A sample of up to `count` entries of each leaf (all of a smaller one): float32[leaves, count], padded with 0.
 
-    The group is cut into `count` equal stretches. A hash of `step` (int32) picks one entry of each. Not for groups of
-    several leaves, which have padding inside.
+    The leaf is cut into `count` equal stretches. A hash of `step` (int32) picks one entry of each.
     """
-    width = min(count, max(groups.sizes))
-    begins = np.asarray([begin * 32 for begin, _ in groups.ranges], np.int32)[:, None]
-    sizes = np.asarray(groups.sizes, np.int32)[:, None]
-    # The last group may hold padding words between its end and the bucket's, but no parameters.
-    position = jnp.stack([scatter_positions(size, width, step) for size in groups.sizes])
-    taken = x[jnp.minimum(begins + position, len(x) - 1)]
-    return jnp.where(np.arange(width) < sizes, taken, 0)
+    width = min(count, max(s.size for s in bucket.segments))
+    places = jnp.stack([s.position_of(scatter_positions(s.size, width, step)) for s in bucket.segments])
+    sizes = np.asarray([s.size for s in bucket.segments], np.int32)[:, None]
+    return jnp.where(np.arange(width) < sizes, x.reshape(-1)[places], 0)
 
 
 def quantile_threshold(samples: Array, count: ArrayLike, density: ArrayLike) -> Array:

@@ -1,36 +1,38 @@
 """The state of a sparse method: what a worker has accumulated, with the reset of sent entries deferred."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from gcjax._kernels.bits import LANES, unpack_mask
-from gcjax._kernels.buckets import Bucket
-from gcjax._kernels.groups import leaf_groups
+from gcjax._kernels.bits import LANES, WORD, unpack_mask
+from gcjax._kernels.buckets import Bucket, Part
 from gcjax._sparse.exchange import TransportState
 from gcjax._sparse.message import Exchanged
 from gcjax._types import Array, ArrayLike, PyTree
 
-# reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with all entries of a
-# bucket or with some of them. It is a function of a module or a frozen dataclass: two equal transforms then have states
-# of the same tree structure, and states can be pickled.
+# reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with some blocks of a
+# bucket or with some of its entries. It is a function of a module or a frozen dataclass: two equal transforms then have
+# states of the same tree structure, and states can be pickled.
 Reset = Callable[[tuple[Array, ...], PyTree], tuple[ArrayLike, ...]]
+# take_in(values, inputs, was_sent) -> the new values, with a step's inputs added to what a reset has left.
+TakeIn = Callable[[tuple[Array, ...], tuple[Array, ...], Array], tuple[Array, ...]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparseState:
-    """State of one worker and bucket of n entries, for a method that sends selected entries.
+    """State of one worker and bucket, for a method that sends selected entries.
 
     An entry that was sent is reset in the next update, in the pass that adds the next gradient. The arithmetic is that
     of an immediate reset, in one pass less. `settled` gives the values after the reset.
 
     Attributes:
-      accumulated: float32[n] each: the gradient taken in and not yet sent, then what else the method accumulates, all
-        of them before the reset.
-      to_reset: uint32[words_for(n)], packed mask of the entries that the last message had.
+      accumulated: float32[blocks, 32, 128] each: the gradient taken in and not yet sent, then what else the method
+        accumulates, all of them before the reset.
+      to_reset: uint32[words], packed mask of the entries that the last message had.
       sent_with: what `reset` must know of the last message: a pytree of scalars and of arrays with one value per leaf.
       transport: state of the exchange.
       step: int32, updates done.
@@ -52,8 +54,8 @@ class SparseState:
     ) -> "SparseState":
         """The state before the first step, with `arrays` accumulated values for each entry."""
         return cls(
-            accumulated=tuple(jnp.zeros(bucket.size) for _ in range(arrays)),
-            to_reset=jnp.zeros(bucket.words, jnp.uint32),
+            accumulated=tuple(jnp.zeros(bucket.shape) for _ in range(arrays)),
+            to_reset=jnp.zeros(bucket.size // WORD, jnp.uint32),
             sent_with=sent_with,
             transport=TransportState.create(transport),
             step=jnp.int32(0),
@@ -61,34 +63,53 @@ class SparseState:
             bucket=bucket,
         )
 
-    def was_sent(self) -> Array:
-        """bool[n], the entries that the last message had."""
-        return unpack_mask(self.to_reset, self.bucket.size)
+    @property
+    def residual(self) -> Array:
+        """float32[blocks, 32, 128], what this worker has taken in and not yet sent."""
+        return self.settled()[0]
 
     def settled(self) -> tuple[Array, ...]:
         """The accumulated values after the reset of the entries that the last message had."""
-        groups, sent = leaf_groups(self.bucket), self.was_sent()
-        left = self.reset(
-            self.accumulated, jax.tree.map(lambda x: groups.per_entry(x) if x.ndim else x, self.sent_with)
-        )
-        return tuple(jnp.where(sent, after, x) for after, x in zip(left, self.accumulated, strict=True))
+        parts = [self._settled_part(self.accumulated, part)[0] for part in self.bucket.parts()]
+        return tuple(jnp.concatenate(blocks) for blocks in zip(*parts, strict=True))
 
-    @property
-    def residual(self) -> Array:
-        """float32[n], what this worker has taken in and not yet sent."""
-        return self.settled()[0]
+    def take_in(self, take_in: TakeIn, *inputs: Sequence[Array], all_finite: Array) -> tuple[Array, ...]:
+        """The accumulated values with a step's input; the old ones in a step that is skipped.
 
-    def unless_skipped(self, values: tuple[Array, ...], all_finite: Array) -> tuple[Array, ...]:
-        """`values`, or the old ones in a step that is skipped; `to_reset` then stands, so these are not settled.
+        In a skipped step `to_reset` stands, so the old values are not settled. The choice is made entry by entry,
+        because XLA would copy the state for a conditional around the whole step. Every leaf's blocks are replaced in
+        place, so that neither the leaves nor the results have to be joined.
 
-        The choice is made entry by entry, because XLA would copy the state for a conditional around the whole step.
+        Args:
+          take_in: take_in(values, inputs, was_sent), of blocks [b, 32, 128], `values` settled, `was_sent` bool.
+          *inputs: the bucket's leaves: of the gradient, of its squares.
+          all_finite: bool.
         """
-        return tuple(jnp.where(all_finite, new, old) for new, old in zip(values, self.accumulated, strict=True))
+        accumulated = self.accumulated
+        for part in self.bucket.parts():
+            # Read from the array that is written to: XLA would copy one that it finds in use beside it.
+            settled, old, was_sent = self._settled_part(accumulated, part)
+            given = tuple(self.bucket.join_part(part, leaves) for leaves in inputs)
+            new = [jnp.where(all_finite, x, y) for x, y in zip(take_in(settled, given, was_sent), old, strict=True)]
+            accumulated = tuple(
+                lax.dynamic_update_slice_in_dim(x, y, part.begin, 0) for x, y in zip(accumulated, new, strict=True)
+            )
+        return accumulated
+
+    def _settled_part(
+        self, accumulated: tuple[Array, ...], part: Part
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array]:
+        """Of some blocks: the settled values, those before the reset, and which entries the last message had."""
+        words = slice(part.begin * LANES, part.end * LANES)
+        old, was_sent = tuple(x[part.begin : part.end] for x in accumulated), unpack_mask(self.to_reset[words])
+        leaf = part.segments[0] if len(part.segments) == 1 else self.bucket.leaf_of_word()[words].reshape(-1, 1, LANES)
+        left = self.reset(old, jax.tree.map(lambda x: x[leaf] if x.ndim else x, self.sent_with))
+        return tuple(jnp.where(was_sent, x, y) for x, y in zip(left, old, strict=True)), old, was_sent
 
     def after(
         self, exchanged: Exchanged, values: tuple[Array, ...], all_finite: Array, sent_with: PyTree = ()
     ) -> "SparseState":
-        """The state after an exchange of `values`, as `unless_skipped` returned them: sent entries are to be reset."""
+        """The state after an exchange of `values`, as `take_in` returned them: sent entries are to be reset."""
         kept = dataclasses.replace(
             self,
             accumulated=values,
@@ -103,9 +124,10 @@ class SparseState:
 
     def _with_returned(self, index: Array, sums: Array) -> "SparseState":
         """Add what an owner got back to its residual. The entries concerned are reset first, if they have to be."""
-        word, bit = index // LANES, jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
+        word, bit = index // WORD, jnp.uint32(1) << (index % WORD).astype(jnp.uint32)
+        block, row, lane = word // LANES, index % WORD, word % LANES
         waiting = self.to_reset[word] & bit
-        entries = tuple(x[index] for x in self.accumulated)
+        entries = tuple(x[block, row, lane] for x in self.accumulated)
         leaf = jnp.asarray(self.bucket.leaf_of_word())
         left = self.reset(entries, jax.tree.map(lambda x: x[leaf[word]] if x.ndim else x, self.sent_with))
         settled = [jnp.where(waiting > 0, after, x) for after, x in zip(left, entries, strict=True)]
@@ -113,7 +135,7 @@ class SparseState:
         return dataclasses.replace(
             self,
             accumulated=tuple(
-                x.at[index].set(y, mode="drop", unique_indices=True)
+                x.at[block, row, lane].set(y, mode="drop", unique_indices=True)
                 for x, y in zip(self.accumulated, settled, strict=True)
             ),
             to_reset=self.to_reset.at[word].add(-waiting, mode="drop"),  # every bit is taken off once
@@ -124,3 +146,9 @@ def reset_to_zero(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLi
     """Nothing is left of a sent entry."""
     del sent_with
     return (0,) * len(values)
+
+
+def add_gradient(values: tuple[Array, ...], inputs: tuple[Array, ...], was_sent: Array) -> tuple[Array, ...]:
+    """r <- r + g."""
+    del was_sent
+    return (values[0] + inputs[0],)

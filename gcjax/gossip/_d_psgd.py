@@ -4,7 +4,7 @@
 Outperform Centralized Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent", NeurIPS 2017,
 arXiv 1705.09056, algorithm 1.
 
-**Wire format.** The model, float32[bucket.size] per bucket, to every neighbour; on the complete graph one all-reduce.
+**Wire format.** Per bucket the model, float32[bucket.entries], to every neighbour; on the complete graph an all-reduce.
 
 **Deviations.** None. The local update may come from any optimiser.
 """
@@ -17,7 +17,7 @@ from gcjax._comm.collectives import dense_mean, send
 from gcjax._types import AxisNames, PyTree
 from gcjax.gossip._graphs import Graph, check_graph, mixing_matrix, neighbours
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, no_exchange, periodic_exchange
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
 
 
 def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -49,13 +49,13 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
     check_graph(graph)
 
     def exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
-        models, workers = inputs.params, inputs.workers
+        models, workers, length = vectors_of(inputs.params), inputs.workers, inputs.layout.entries
         if workers == 1:
             return no_exchange(inputs, method)
-        length = sum(len(x) for x in models)
         if isinstance(graph, str) and graph == "complete":
             changes = [dense_mean(x, inputs.axes) - x for x in models]
-            return ExchangeResult(changes, method, -(-2 * (workers - 1) * length // workers), True)
+            words = -(-2 * (workers - 1) * length // workers)
+            return ExchangeResult(leaves_of(inputs.layout, changes), method, words, True)
         weights, everyone = mixing_matrix(graph, workers), np.arange(workers)
         changes = [jnp.zeros_like(x) for x in models]
         for to in rounds(graph, workers):
@@ -66,6 +66,6 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
             for k, x in enumerate(models):
                 changes[k] += weight * (send(x, to, inputs.axes) - x)
         degree = jnp.asarray(neighbours(graph, workers)[1])[inputs.rank]
-        return ExchangeResult(changes, method, degree * length, True)
+        return ExchangeResult(leaves_of(inputs.layout, changes), method, degree * length, True)
 
     return periodic_exchange(lambda params: (), exchange, 1, axis_name)

@@ -5,8 +5,8 @@ Distributed Mean Estimation and Variance Reduction", ICLR 2021, arXiv 2002.09268
 point; SwarmSGD (arXiv 1910.12308) sends models with it. The error depends on the distance between the two vectors, not
 on their norm.
 
-**Wire format.** uint32[1 + bits * words_for(n)]: a checksum, then `bits` packed masks, lowest bit first: the integer of
-each entry modulo 2**bits.
+**Wire format.** uint32[1 + bits * words]: a checksum, then `bits` packed masks of as many words as the bucket uses,
+lowest bit first: the integer of each entry modulo 2**bits.
 
 **Deviations.** Rounding is stochastic and therefore unbiased. The checksum covers the whole integers, before the
 modulo; the receiver computes it from the integers it decoded. If any is wrong, the two agree with a probability of
@@ -25,31 +25,33 @@ _LIMIT = 1 << 30  # larger integers could overflow int32
 _STRIDE = 0x9E3779B1  # prime, near 2**32 / golden ratio: neighbouring places get distant numbers
 
 
-def encode(x: Array, scale: ArrayLike, bits: int, key: Array) -> Array:
+def encode(x: Array, scale: ArrayLike, bits: int, key: Array, words: int | None = None) -> Array:
     """Every entry's lattice point, modulo 2**bits.
 
     The point is scale * z, where z is one of the two integers around x / scale, drawn so that the mean of the point is
     x. The error is below `scale`. Two senders with the same key and scale draw alike: equal entries give equal points.
 
     Args:
-      x: float32[n].
-      scale: float32, positive, a scalar or of shape [n]; the receiver must know it. Powers of two make scale * z exact.
+      x: float32[blocks, 32, 128], zero where it is padding.
+      scale: float32, positive, a scalar or one that broadcasts to x; the receiver must know it. Powers of two make
+        scale * z exact.
       bits: 4 to 16.
       key: random key.
+      words: mask words that are used; None for all.
 
     Returns:
-      uint32[1 + bits * words_for(n)], the checksum first. If an entry is not finite or not below 2**30 scales, `decode`
+      uint32[1 + bits * words], the checksum first. If an entry is not finite or not below 2**30 scales, `decode`
       rejects the checksum.
     """
-    return encode_points(*lattice_points(x, scale, key), bits)
+    return encode_points(*lattice_points(x, scale, key), bits, words)
 
 
-def encode_points(points: Array, in_range: Array, bits: int) -> Array:
+def encode_points(points: Array, in_range: Array, bits: int, words: int | None = None) -> Array:
     """The words that carry the result of `lattice_points`."""
     check_integer("bits", bits, 4, 16)
     checksum = _checksum(points)
     checksum = jnp.where(in_range, checksum, ~checksum)
-    return jnp.concatenate([checksum[None], pack_planes(points & ((1 << bits) - 1), bits)])
+    return jnp.concatenate([checksum[None], pack_planes(points & ((1 << bits) - 1), bits, words)])
 
 
 def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple[Array, Array]:
@@ -57,27 +59,27 @@ def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple
 
     Args:
       words: as `encode` returns them.
-      reference: float32[n], the receiver's own vector. Decoding is certain to be right while
+      reference: float32[blocks, 32, 128], the receiver's own vector. Decoding is certain to be right while
         |x - reference| <= margin(scale, bits).
       scale: as given to `encode`.
       bits: as given to `encode`.
 
     Returns:
-      float32[n], and a bool: whether the checksum agrees. If it does not, the values are meaningless.
+      float32[blocks, 32, 128], and a bool: whether the checksum agrees. If it does not, the values are meaningless.
     """
     check_integer("bits", bits, 4, 16)
     nearest, in_range = _as_integers(jnp.round(reference / scale))
-    sent = unpack_planes(words[1:], bits, len(reference)).astype(jnp.int32)
+    sent = unpack_planes(words[1:], bits).astype(jnp.int32)
     unused = 32 - bits
     points = nearest + (((sent - nearest) << unused) >> unused)  # the difference as a signed number of `bits` bits
     return points.astype(jnp.float32) * scale, in_range & (_checksum(points) == words[0])
 
 
 def lattice_points(x: Array, scale: ArrayLike, key: Array) -> tuple[Array, Array]:
-    """The integers z of `encode`, int32[n], and a bool: whether all of them are in range."""
+    """The integers z of `encode`, int32[blocks, 32, 128], and a bool: whether all of them are in range."""
     share = x / scale
     low = jnp.floor(share)
-    return _as_integers(low + (uniform(key, len(x)) < share - low))
+    return _as_integers(low + (uniform(key, _places(x)) < share - low))
 
 
 def margin(scale: Array | float, bits: int) -> Array | float:
@@ -97,5 +99,9 @@ def _as_integers(x: Array) -> tuple[Array, Array]:
 
 
 def _checksum(points: Array) -> Array:
-    place = jnp.arange(len(points), dtype=jnp.uint32) * jnp.uint32(_STRIDE)
+    place = _places(points) * jnp.uint32(_STRIDE)
     return jnp.sum(quick_bits(place, lax.bitcast_convert_type(points, jnp.uint32)), dtype=jnp.uint32)
+
+
+def _places(x: Array) -> Array:
+    return jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)

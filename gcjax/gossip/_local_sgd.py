@@ -4,7 +4,7 @@
 outer optimiser Arthur Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 arXiv 2311.08105, algorithm 1.
 
-**Wire format.** An all-reduce of the model, float32[bucket.size] per bucket, or what the compressor sends.
+**Wire format.** An all-reduce of the model, float32[bucket.entries] per bucket, or what the compressor sends.
 
 **Deviations.** None.
 """
@@ -19,7 +19,7 @@ from gcjax._comm.collectives import dense_mean
 from gcjax._core.transform import CompressState
 from gcjax._kernels.buckets import flatten, unflatten
 from gcjax._types import ArrayLike, AxisNames, PyTree
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, periodic_exchange
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
 
 
 class OuterState(NamedTuple):
@@ -87,13 +87,14 @@ def local_sgd(
         layout, models, workers = inputs.layout, inputs.models(), inputs.workers
 
         def mean(buckets):
-            return [dense_mean(x, inputs.axes) for x in buckets] if workers > 1 else buckets
+            vectors = [dense_mean(x, inputs.axes) if workers > 1 else x for x in vectors_of(buckets)]
+            return leaves_of(layout, vectors)
 
-        words: ArrayLike = -(-2 * (workers - 1) * sum(len(x) for x in models) // workers)  # of a ring all-reduce
+        words: ArrayLike = -(-2 * (workers - 1) * layout.entries // workers)  # of a ring all-reduce
         if outer is None:
-            changes = [m - x for m, x in zip(mean(models), models, strict=True)]
+            changes = jax.tree.map(jnp.subtract, mean(models), models)
             return ExchangeResult(changes, method, words, workers > 1)
-        outer_grad = [a - x for a, x in zip(flatten(layout, method.anchor), models, strict=True)]
+        outer_grad = jax.tree.map(jnp.subtract, flatten(layout, method.anchor), models)
         compress_state = method.compressor
         if compressor is None:
             outer_grad = unflatten(layout, mean(outer_grad))
@@ -103,7 +104,7 @@ def local_sgd(
             words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
         outer_updates, outer_state = outer.update(outer_grad, method.outer, method.anchor)
         anchor = optax.apply_updates(method.anchor, outer_updates)
-        changes = [a - x for a, x in zip(flatten(layout, anchor), models, strict=True)]
+        changes = jax.tree.map(jnp.subtract, flatten(layout, anchor), models)
         return ExchangeResult(changes, OuterState(anchor, outer_state, compress_state), words, workers > 1)
 
     return periodic_exchange(init_method, exchange, local_steps, axis_name)

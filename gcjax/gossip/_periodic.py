@@ -1,10 +1,11 @@
 """What all gossip transforms share: the exchange every few updates, the count of what was sent, and the checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -22,8 +23,8 @@ class ExchangeInput(NamedTuple):
 
     Attributes:
       layout: of the updates.
-      params: this worker's parameters before the update, float32 buckets.
-      updates: this worker's local update, float32 buckets.
+      params: this worker's parameters before the update: the leaves of each bucket, float32.
+      updates: this worker's local update, likewise.
       number: int32, exchanges before this one.
       axes: mesh axes of the workers.
       workers: number of workers. Static.
@@ -31,39 +32,53 @@ class ExchangeInput(NamedTuple):
     """
 
     layout: Layout
-    params: list[Array]
-    updates: list[Array]
+    params: list[tuple[Array, ...]]
+    updates: list[tuple[Array, ...]]
     number: Array
     axes: tuple[str, ...]
     workers: int
     rank: Array
 
-    def models(self) -> list[Array]:
+    def models(self) -> list[tuple[Array, ...]]:
         """The parameters after the local update."""
-        return [p + u for p, u in zip(self.params, self.updates, strict=True)]
+        return jax.tree.map(jnp.add, self.params, self.updates)
 
 
 class ExchangeResult(NamedTuple):
     """What an exchange does.
 
     Attributes:
-      changes: float32 buckets to add to the local update.
+      changes: what to add to the local update: the leaves of each bucket, float32.
       method: the new state of the method.
       words: words of 32 bits that this worker sent.
       took_part: bool, whether this worker took part.
       failed: bool, whether the exchange had to be repeated in full, the same on all workers.
     """
 
-    changes: list[Array]
+    changes: list[tuple[Array, ...]]
     method: PyTree
     words: ArrayLike
     took_part: ArrayLike
     failed: ArrayLike = False
 
 
+def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
+    """What goes over the wire in full precision: the leaves of each bucket one after the other, without padding."""
+    return [jnp.concatenate([x.reshape(-1) for x in leaves]) for leaves in buckets]
+
+
+def leaves_of(layout: Layout, vectors: Sequence[Array]) -> list[tuple[Array, ...]]:
+    """The inverse of `vectors_of`, of float32[bucket.entries] for each bucket."""
+    result = []
+    for bucket, vector in zip(layout.buckets, vectors, strict=True):
+        parts = jnp.split(vector, np.cumsum([s.size for s in bucket.segments])[:-1])
+        result.append(tuple(x.reshape(s.shape) for s, x in zip(bucket.segments, parts, strict=True)))
+    return result
+
+
 def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
     """The result for a single worker: nothing changes and nothing is sent."""
-    return ExchangeResult([jnp.zeros_like(x) for x in inputs.params], method, 0, False)
+    return ExchangeResult(jax.tree.map(jnp.zeros_like, inputs.params), method, 0, False)
 
 
 def periodic_exchange(
@@ -102,7 +117,7 @@ def periodic_exchange(
             number = state.step // local_steps
             inputs = ExchangeInput(layout, flatten(layout, params), local, number, axes, workers, rank)
             result = exchange(inputs, method)
-            total = unflatten(layout, [u + c for u, c in zip(local, result.changes, strict=True)])
+            total = unflatten(layout, jax.tree.map(jnp.add, local, result.changes))
             traffic_now = traffic.after(result.words, result.took_part, result.failed)
             return jax.tree.map(_typed_like, (total, traffic_now, result.method), (updates, traffic, method))
 

@@ -3,14 +3,14 @@
 **Source.** Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Michael Rabbat, "Stochastic Gradient Push for Distributed
 Deep Learning", ICML 2019, arXiv 1811.10792, algorithm 1.
 
-**Wire format.** Per bucket float32[bucket.size], half of the biased model x; after the last bucket half of the weight
-w.
+**Wire format.** Per bucket half of the biased model x, float32[bucket.entries]; after the last, half of the weight w.
 
 **Deviations.** The parameters are the de-biased z = x / w. x is computed from them and from w, which the state keeps.
 """
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,7 +21,7 @@ from gcjax._core.per_worker import PerWorker
 from gcjax._types import AxisNames
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, no_exchange, periodic_exchange
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
 
 
 def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -64,7 +64,7 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         turn = inputs.number % len(plan)
         sends = jnp.asarray(plan != np.arange(inputs.workers))[turn, inputs.rank]
         weight = method.unpack()
-        pushed = [weight * z + u for z, u in zip(inputs.params, inputs.updates, strict=True)]
+        pushed = vectors_of(jax.tree.map(lambda z, u: weight * z + u, inputs.params, inputs.updates))
         pushed[-1] = jnp.concatenate([pushed[-1], weight[None]])
         kept = [jnp.where(sends, x / 2, x) for x in pushed]
 
@@ -74,10 +74,9 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         received = lax.switch(turn, [functools.partial(push, to) for to in plan], kept)
         total = [x + y for x, y in zip(kept, received, strict=True)]
         weight = total[-1][-1]
-        total[-1] = total[-1][:-1]
-        old = zip(total, inputs.params, inputs.updates, strict=True)
-        changes = [x / weight - z - u for x, z, u in old]
-        words = jnp.where(sends, sum(len(x) for x in kept), 0)
+        total = leaves_of(inputs.layout, [*total[:-1], total[-1][:-1]])
+        changes = jax.tree.map(lambda x, z, u: x / weight - z - u, total, inputs.params, inputs.updates)
+        words = jnp.where(sends, inputs.layout.entries + 1, 0)
         return ExchangeResult(changes, PerWorker.pack(weight, axes), words, sends)
 
     return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), exchange, 1, axis_name)

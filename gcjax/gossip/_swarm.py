@@ -4,7 +4,7 @@
 SGD with Quantized and Local Updates" (first "SwarmSGD: Scalable Decentralized SGD with Local Updates"), NeurIPS 2021,
 arXiv 1910.12308: the blocking variant.
 
-**Wire format.** In full precision the model, float32[bucket.size] per bucket. With `bits` the words of
+**Wire format.** In full precision the model, float32[bucket.entries] per bucket. With `bits` the words of
 `gcjax.gossip._lattice`, and in an all-reduce a flag and one scale per leaf, float32.
 
 **Deviations.** All pairs of a matching exchange at once, because an SPMD program can do no more;
@@ -31,7 +31,7 @@ from gcjax._validation import check_integer, check_random_key
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._lattice import decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._matchings import matchings
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, no_exchange, periodic_exchange
+from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
 
 _SLACK = 2.0  # margin over the largest distance seen, before the scale is rounded up to a power of two
 _DECAY = 0.8  # of the remembered margin, per exchange
@@ -114,8 +114,9 @@ def swarm_average(
             return lax.switch(drawn, branches, payloads)
 
         if bits is None:
-            changes = [_half(theirs - own, paired) for theirs, own in zip(swap(models), models, strict=True)]
-            return ExchangeResult(changes, (), jnp.where(paired, _length(models), 0), paired)
+            theirs = leaves_of(inputs.layout, swap(vectors_of(models)))
+            changes = jax.tree.map(lambda theirs, own: _half(theirs - own, paired), theirs, models)
+            return ExchangeResult(changes, (), jnp.where(paired, inputs.layout.entries, 0), paired)
         return _on_lattice(inputs, models, paired, swap, margins, bits, key)
 
     return periodic_exchange(init_method, exchange, local_steps, axis_name)
@@ -127,7 +128,7 @@ def _send_all(partner: Sequence[int], axes: tuple[str, ...], payloads: list[Arra
 
 def _on_lattice(
     inputs: ExchangeInput,
-    models: list[Array],
+    models: list[tuple[Array, ...]],
     paired: Array,
     swap: Callable[[list[Array]], list[Array]],
     margins: tuple[Array, ...],
@@ -138,26 +139,26 @@ def _on_lattice(
 
     Args:
       inputs: of the exchange.
-      models: float32 buckets after the local update.
+      models: after the local update, the leaves of each bucket.
       paired: bool, whether this worker has a partner.
-      swap: swap(buckets) -> the partner's.
+      swap: swap(arrays) -> the partner's.
       margins: float32 per leaf of each bucket, the same on all workers.
       bits: per entry.
       key: the transform's key.
     """
+    buckets = inputs.layout.buckets
     # The barrier writes the models out once. XLA could otherwise compute a model again with other fused
     # multiplications, round it to another lattice point, and the sender would hold another point than it sent.
-    models = lax.optimization_barrier(models)
-    buckets = inputs.layout.buckets
+    arrays = lax.optimization_barrier([bucket.join(leaves) for bucket, leaves in zip(buckets, models, strict=True)])
     groups = [leaf_groups(bucket) for bucket in buckets]
     scales = [g.per_entry(scale_for(m, bits)) for g, m in zip(groups, margins, strict=True)]
     keys = [step_key(key, inputs.number, bucket) for bucket in buckets]
-    points = [lattice_points(x, s, k) for x, s, k in zip(models, scales, keys, strict=True)]
-    payloads = [encode_points(*p, bits) for p in points]
-    theirs = [decode(words, x, s, bits) for words, x, s in zip(swap(payloads), models, scales, strict=True)]
+    points = [lattice_points(x, s, k) for x, s, k in zip(arrays, scales, keys, strict=True)]
+    payloads = [encode_points(*p, bits, bucket.words) for p, bucket in zip(points, buckets, strict=True)]
+    theirs = [decode(words, x, s, bits) for words, x, s in zip(swap(payloads), arrays, scales, strict=True)]
     own = [p.astype(jnp.float32) * s for (p, _), s in zip(points, scales, strict=True)]
     distances = [x - y for (x, _), y in zip(theirs, own, strict=True)]
-    finest = [margin(_FINEST, bits) * g.maxima(jnp.abs(x))[0] for g, x in zip(groups, models, strict=True)]
+    finest = [margin(_FINEST, bits) * g.maxima(jnp.abs(x))[0] for g, x in zip(groups, arrays, strict=True)]
 
     failed = paired & ~jnp.all(jnp.stack([ok for _, ok in theirs]))
     wanted = _wanted_margins(groups, distances, finest, paired)
@@ -165,7 +166,9 @@ def _on_lattice(
     failed = agreed[0] > 0
 
     def repeat(_):
-        distances = [x - y for x, y in zip(swap(models), models, strict=True)]
+        leaves = [bucket.split(x) for bucket, x in zip(buckets, arrays, strict=True)]
+        theirs = leaves_of(inputs.layout, swap(vectors_of(leaves)))
+        distances = [bucket.join(x) - y for bucket, x, y in zip(buckets, theirs, arrays, strict=True)]
         wanted = _wanted_margins(groups, distances, finest, paired)
         return [_half(d, paired) for d in distances], pmax_if_axes(wanted, inputs.axes)
 
@@ -173,12 +176,13 @@ def _on_lattice(
         return [_half(d, paired) for d in distances], agreed[1:]
 
     changes, wanted = lax.cond(failed, repeat, keep, None)  # `failed` is equal on all workers: all repeat, or none
+    changes = [bucket.split(x) for bucket, x in zip(buckets, changes, strict=True)]
     ends = np.cumsum([len(g) for g in groups])[:-1]
     margins = tuple(jnp.maximum(w, _DECAY * m) for w, m in zip(jnp.split(wanted, ends), margins, strict=True))
     # The flag and the margins go through a ring all-reduce; a repeat reduces the margins again.
     share = 2 * (inputs.workers - 1) / inputs.workers
-    words = jnp.where(paired, _length(payloads), 0) + math.ceil(share * agreed.size)
-    repeat_words = jnp.where(paired, _length(models), 0) + math.ceil(share * wanted.size)
+    words = jnp.where(paired, sum(map(len, payloads)), 0) + math.ceil(share * agreed.size)
+    repeat_words = jnp.where(paired, inputs.layout.entries, 0) + math.ceil(share * wanted.size)
     words = words + jnp.where(failed, repeat_words, 0)
     return ExchangeResult(changes, margins, words, paired, failed & (inputs.number > 0))
 
@@ -192,7 +196,3 @@ def _wanted_margins(groups: list[Groups], distances: list[Array], finest: list[A
 
 def _half(distance: Array, paired: Array) -> Array:
     return jnp.where(paired, distance / 2, 0)
-
-
-def _length(vectors: list[Array]) -> int:
-    return sum(len(x) for x in vectors)

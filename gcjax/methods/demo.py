@@ -4,8 +4,9 @@
 2411.19870, and the authors' code, https://github.com/bloc97/DeMo.
 
 **Wire format.** One uint32 vector per worker and bucket: the positions of the coefficients within their chunks, 16 bits
-each, two per word, the first one in the lower half; then the coefficients as float32, scaled as `_cosines` says, in the
-same order: by chunk size, smallest first, then by leaf.
+each, the first half of them in the words' lower halves, the second in the upper; then the coefficients as float32,
+scaled as `_cosines` says, in the same order: by chunk size, smallest first, then by leaf, in the order of
+`Bucket.segments`.
 
 **Deviations.** The learning rate comes after the compressor, not inside the sum; because the optimiser takes the sign,
 a constant rate changes nothing. Each coefficient is averaged over all workers; the authors' code averages over those
@@ -29,7 +30,6 @@ from jax import lax
 
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import packed_size
-from gcjax._kernels.buckets import join
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
@@ -82,8 +82,8 @@ class DemoState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], delta."""
-        return _entries(self.coefficients, self.bucket, self.chunk)
+        """float32 of the bucket's shape, delta."""
+        return self.bucket.join(_leaves(self.coefficients, self.bucket, self.chunk))
 
 
 def demo_compress(
@@ -164,7 +164,7 @@ def demo_compress(
             for x, positions, value in zip(delta, at, values, strict=True)
         )
         report = dense_report(len(index), (INDEX_BITS + 32) * len(index))
-        return _entries(mean, bucket, chunk), DemoState(kept, chunk, bucket), report
+        return _leaves(mean, bucket, chunk), DemoState(kept, chunk, bucket), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -250,28 +250,26 @@ def _cosines(n: int) -> tuple[np.ndarray, float]:
     return matrix, 2.0 ** math.ceil(math.log2(n) / 2)
 
 
-def _coefficients(flat: Array, bucket: Bucket, chunk: int) -> list[Array]:
-    """float32[n] -> for each chunk size the coefficients, float32[chunks * size]."""
-    return [
-        jnp.concatenate([_transform(flat, leaf) for leaf in leaves]) if len(leaves) > 1 else _transform(flat, leaves[0])
-        for leaves in _chunks_by_size(bucket, chunk).values()
-    ]
+def _coefficients(leaves: Sequence[Array], bucket: Bucket, chunk: int) -> list[Array]:
+    """The bucket's leaves -> for each chunk size the coefficients, float32[chunks * size]."""
+    of = dict(zip(bucket.segments, leaves, strict=True))
+    parts = [[_transform(of[c.segment], c) for c in chunks] for chunks in _chunks_by_size(bucket, chunk).values()]
+    return [jnp.concatenate(part) for part in parts]
 
 
-def _entries(coefficients: Sequence[Array], bucket: Bucket, chunk: int) -> Array:
-    """The inverse of `_coefficients`: float32[n], zero between leaves."""
-    parts = []
+def _leaves(coefficients: Sequence[Array], bucket: Bucket, chunk: int) -> tuple[Array, ...]:
+    """The inverse of `_coefficients`."""
+    of: dict[Segment, Array] = {}
     for values, (size, leaves) in zip(coefficients, _chunks_by_size(bucket, chunk).items(), strict=True):
         bounds = np.cumsum([math.prod(leaf.grid) * size for leaf in leaves])[:-1]
         for leaf, part in zip(leaves, jnp.split(values, bounds), strict=True):
-            parts.append((leaf.segment.offset, _inverse(part, leaf)))
-    return join(bucket.size, parts)
+            of[leaf.segment] = _inverse(part, leaf)
+    return tuple(of[s] for s in bucket.segments)
 
 
-def _transform(flat: Array, leaf: Chunks) -> Array:
+def _transform(x: Array, leaf: Chunks) -> Array:
     (rows, columns), (down, across), (height, width) = leaf.shape, leaf.grid, leaf.chunk
-    x = flat[leaf.segment.offset : leaf.segment.offset + leaf.segment.size]
-    x = jnp.pad(x, (0, rows * columns - len(x))).reshape(rows, columns)
+    x = jnp.pad(x.reshape(-1), (0, rows * columns - x.size)).reshape(rows, columns)
     x = jnp.pad(x, ((0, down * height - rows), (0, across * width - columns)))
     (first, unit), (second, other) = _cosines(width), _cosines(height)
     x = _times(x.reshape(down, height, across, width), first.T / unit)
@@ -283,7 +281,7 @@ def _inverse(coefficients: Array, leaf: Chunks) -> Array:
     (first, unit), (second, other) = _cosines(width), _cosines(height)
     x = _times(coefficients.reshape(down, across, width, height), second * other)
     x = _times(x.transpose(0, 3, 1, 2), first * unit).reshape(down * height, across * width)
-    return x[:rows, :columns].reshape(-1)[: leaf.segment.size]
+    return x[:rows, :columns].reshape(-1)[: leaf.segment.size].reshape(leaf.segment.shape)
 
 
 def _times(x: Array, matrix: np.ndarray) -> Array:

@@ -1,6 +1,6 @@
 """No compression: the dense mean, on the same path as every method, as the baseline.
 
-**Wire format.** float32: one all-reduce of the bucket. bfloat16 and float16: an all-gather of the values' bits as
+**Wire format.** float32: one all-reduce of the leaves. bfloat16 and float16: an all-gather of the values' bits as
 uint16, which every worker sums in float32. (Some backends widen 16-bit all-reduces to 32 bits.)
 """
 
@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gcjax._types import Array, AxisNames
@@ -30,8 +31,8 @@ class DenseState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero."""
-        return jnp.zeros(self.bucket.size)
+        """float32 of the bucket's shape, zero."""
+        return jnp.zeros(self.bucket.shape)
 
 
 def dense_compress(
@@ -67,12 +68,15 @@ def dense_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         if name == "float32":
-            mean = comm.mean(gradient)
+            mean = comm.mean(tuple(gradient))
         else:
-            sent = jax.lax.bitcast_convert_type(gradient.astype(name), jnp.uint16)
-            mean = gather_mean(sent, widen, state.bucket.size, comm, all_finite)
+            flat = jnp.concatenate([g.reshape(-1) for g in gradient])
+            sent = jax.lax.bitcast_convert_type(flat.astype(name), jnp.uint16)
+            mean = gather_mean(sent, widen, flat.shape, comm, all_finite)
+            parts = jnp.split(mean, np.cumsum([g.size for g in gradient])[:-1])
+            mean = [part.reshape(g.shape) for part, g in zip(parts, gradient, strict=True)]
         entries = state.bucket.entries
         report = dense_report(entries, entries * (32 if name == "float32" else 16))
-        return jnp.where(all_finite, mean, jnp.nan), state, report
+        return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
     return compress(Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -16,19 +16,20 @@ norm. (6) Zeros are not sent.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_number
 from gcjax.extend import (
     Bucket,
+    Comm,
     Compressor,
     Message,
-    Segment,
     SparseState,
     capacities_for,
     check_capacity,
@@ -38,6 +39,7 @@ from gcjax.extend import (
     exchange,
     float_code,
     top_k_mask,
+    unpack_mask,
     whole_group,
 )
 
@@ -47,12 +49,12 @@ PROBED_STEPS = (0, *(1 << k for k in range(21)))  # where a schedule is evaluate
 Schedule = Callable[[ArrayLike], float | Array]
 
 
-def _masking_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-    """v <- 0, u <- 0."""
-    return 0, 0
+def _masking_reset(values: tuple[Array, ...], is_small: PyTree) -> tuple[ArrayLike, ...]:
+    """v <- 0, u <- 0; u of small leaves stays."""
+    return 0, jnp.where(is_small, values[1], 0)
 
 
-def _velocity_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
+def _velocity_reset(values: tuple[Array, ...], is_small: PyTree) -> tuple[ArrayLike, ...]:
     """v <- 0; u stays."""
     return 0, values[1]
 
@@ -143,37 +145,45 @@ def dgc_compress(
     code = float_code(32)
     reset = _masking_reset if masking else _velocity_reset
 
+    def is_small(bucket: Bucket) -> np.ndarray:
+        return np.array([s.size < dense_below for s in bucket.segments])
+
     def init(bucket: Bucket) -> SparseState:
-        return SparseState.create(bucket, reset=reset, transport=transport, arrays=2)
+        return SparseState.create(
+            bucket, reset=reset, transport=transport, arrays=2, sent_with=jnp.asarray(is_small(bucket))
+        )
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        bucket = state.bucket
-        small = [s for s in bucket.segments if s.size < dense_below]
+        bucket, small = state.bucket, is_small(state.bucket)
         g = gradient if clip_norm is None else _clipped(gradient, clip_norm / math.sqrt(comm.size), bucket)
-        old_v, old_u = state.accumulated
-        v, u = state.settled()
-        # Only the chosen u is used below, so XLA computes it once, in the buffer of the old u.
-        u = jnp.where(all_finite, momentum * (u + g) if nesterov else momentum * u + g, old_u)
-        added = u + g if nesterov else u
-        v = _without(jnp.where(all_finite, v + added, old_v), small)
+        # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
+        _, u = state.take_in(add_to_velocity, g, all_finite=all_finite)
+        v, added = state.accumulated[0], u + bucket.join(g) if nesterov else u
+        v = jnp.where(all_finite, jnp.where(unpack_mask(state.to_reset), 0, v) + added, v)
 
-        dense = sum(s.size for s in small)
+        dense = sum(s.size for s in bucket.segments if s.size < dense_below)
+        small_words = jnp.asarray(np.where(small[bucket.leaf_of_word()], ~np.uint32(0), np.uint32(0)))
         entries = max(bucket.entries - dense, 1)
         slots = tuple(math.ceil(share * entries) for share in densities) if capacity is None else capacity
-        mask = top_k_mask(v, k_at(state.step, entries))
+        mask = top_k_mask(v, k_at(state.step, entries), candidates=~small_words if dense else None)
         message = Message(v, mask, code, bucket, capacities_for(slots))
         exchanged = exchange(message, state.transport, comm, all_finite)
         mean, report = exchanged.mean, exchanged.report
-        if small:
-            mean = _with(mean, jnp.where(all_finite, comm.mean(_take(added, small)), jnp.nan), small)
+        if dense:  # all of v of a small leaf is sent, so it holds just what this step has added
+            mean = _with_means(mean, bucket.split(v), small, comm, all_finite)
+            exchanged = exchanged._replace(sent=exchanged.sent | small_words)
             report = report._replace(
                 selected=report.selected + dense,
                 sent=report.sent + dense,
                 capacity=report.capacity + dense,
                 payload_bits=report.payload_bits + 32 * dense,
             )
-        return mean, state.after(exchanged, (v, u), all_finite), report
+        return mean, state.after(exchanged, (v, u), all_finite, sent_with=jnp.asarray(small)), report
+
+    def add_to_velocity(values, inputs, was_sent):
+        (v, u), (g,) = values, inputs
+        return v, momentum * (u + g) if nesterov else momentum * u + g
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -215,34 +225,20 @@ def _probed(schedule: Schedule) -> list[float]:
     return [*kept, shares[-1]]
 
 
-def _clipped(g: Array, limit: ArrayLike, bucket: Bucket) -> Array:
-    """g scaled to a norm of at most `limit`."""
-    everything = whole_group(bucket)
-    (largest,) = everything.maxima(jnp.abs(g))
-    norm = everything.norms(g, largest)[0]
-    return g * jnp.where(norm > limit, limit / norm, 1)
+def _clipped(gradient: Sequence[Array], limit: ArrayLike, bucket: Bucket) -> list[Array]:
+    """The gradient scaled to a norm of at most `limit`."""
+    everything, x = whole_group(bucket), bucket.join(gradient)
+    (largest,) = everything.maxima(jnp.abs(x))
+    norm = everything.norms(x, largest)[0]
+    return [g * jnp.where(norm > limit, limit / norm, 1) for g in gradient]
 
 
-def _take(x: Array, segments: list[Segment]) -> Array:
-    """The entries of some segments, concatenated."""
-    return jnp.concatenate([x[s.offset : s.offset + s.size] for s in segments])
-
-
-def _without(x: Array, segments: list[Segment]) -> Array:
-    """x with zeros in some segments."""
-    for s in segments:
-        x = x.at[s.offset : s.offset + s.size].set(0)
-    return x
-
-
-def _with(x: Array, values: Array, segments: list[Segment]) -> Array:
-    """x with `values`, as `_take` returns them, in some segments.
-
-    Concatenated from slices, because XLA would copy x to write into it.
-    """
-    pieces: list[Array] = []
-    begin = end = 0
-    for s in segments:
-        pieces += [x[end : s.offset], values[begin : begin + s.size]]
-        begin, end = begin + s.size, s.offset + s.size
-    return jnp.concatenate([*pieces, x[end:]])
+def _with_means(
+    mean: Sequence[Array], own: Sequence[Array], small: np.ndarray, comm: Comm, all_finite: Array
+) -> tuple[Array, ...]:
+    """`mean`, in the small leaves replaced by the mean of the workers' own values, by one all-reduce."""
+    values = comm.mean(jnp.concatenate([x.reshape(-1) for x, dense in zip(own, small, strict=True) if dense]))
+    values = jnp.where(all_finite, values, jnp.nan)
+    ends = np.cumsum([x.size for x in mean] * small)
+    leaves = zip(mean, small, ends, strict=True)
+    return tuple(values[end - x.size : end].reshape(x.shape) if dense else x for x, dense, end in leaves)

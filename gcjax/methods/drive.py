@@ -7,8 +7,8 @@ ICML 2022, arXiv 2108.08842. The levels are those of Joel Max, "Quantizing for M
 
 **Wire format.** One uint32 vector per worker and bucket: 2 words that seed the rotation; the entries of leaves with
 fewer than 256, as float32 with the rotation's changes of sign; then for each block size, smallest first, a float32
-scale for each block, and `bits` packed masks with one bit per entry, entry i in bit i % 32 of word i // 32. The first
-bits - 1 masks are the level, lowest bit first; the last is the sign, 1 for negative.
+scale for each block, and `bits` packed masks (`gcjax.extend.pack_mask`) of all its blocks, laid out like one leaf. The
+first bits - 1 masks are the level, lowest bit first; the last is the sign, 1 for negative.
 
 **Deviations.** Every leaf is rotated in its own blocks, the last one padded with zeros. The papers rotate the whole
 model, which would spread the error of large leaves to small ones. A block size is a power of 4, so the transform is two
@@ -25,15 +25,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._kernels.bits import LANES, to_unit, words_for
-from gcjax._kernels.buckets import join
+from gcjax._kernels.bits import WORD, to_unit
+from gcjax._kernels.buckets import vector_bucket
 from gcjax._kernels.hashing import hash_words, seed_words
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_flag, check_integer, check_random_key
 from gcjax.extend import (
     Bucket,
-    Groups,
-    Segment,
     bits_float,
     compress,
     float_bits,
@@ -118,85 +116,86 @@ def drive_compress(
 
     def encode(x, bucket, key):
         words = seed_words(key)
-        x = _flip(x, words)
+        leaves = bucket.split(_flip(x, words))
         message, length = [words], 64
-        for d, segments in _leaves_by_block(bucket, block).items():
-            padded = [jnp.pad(x[s.offset : s.offset + s.size], (0, -s.size % d)) for s in segments]
-            scale, planes = _encode_blocks(jnp.concatenate(padded), d, bits, feedback)
+        for d, numbers in _leaves_by_block(bucket, block).items():
+            padded = [jnp.pad(leaves[i].reshape(-1), (0, -leaves[i].size % d)) for i in numbers]
+            scale, planes = _encode_blocks(jnp.concatenate(padded).reshape(-1, d), bits, feedback)
             message += [float_bits(scale), planes]
             length += len(scale) * (32 + (bits * d if d > 1 else 0))
         return jnp.concatenate(message), length
 
     def decode(payload, bucket):
-        begin, parts = 2, []
-        for d, segments in _leaves_by_block(bucket, block).items():
-            sizes = [math.ceil(s.size / d) * d for s in segments]
-            end = begin + sum(sizes) // d
-            planes = payload[end : end + (bits * words_for(sum(sizes)) if d > 1 else 0)]
+        begin, leaves = 2, [jnp.zeros(0)] * len(bucket.segments)
+        for d, numbers in _leaves_by_block(bucket, block).items():
+            counts = [math.ceil(bucket.segments[i].size / d) for i in numbers]
+            end = begin + sum(counts)
+            planes = payload[end : end + (bits * vector_bucket(sum(counts) * d).words if d > 1 else 0)]
             y = _decode_blocks(bits_float(payload[begin:end]), planes, d, bits)
-            pieces = jnp.split(y, np.cumsum(sizes)[:-1])
-            parts += [(s.offset, piece[: s.size]) for s, piece in zip(segments, pieces, strict=True)]
+            for i, piece in zip(numbers, jnp.split(y, np.cumsum(counts)[:-1]), strict=True):
+                leaves[i] = piece.reshape(-1)[: bucket.segments[i].size]
             begin = end + len(planes)
-        return _flip(join(bucket.size, parts), payload[:2])
+        return _flip(bucket.join(leaves), payload[:2])
 
     codec = gather_codec(encode, decode, feedback=feedback, key=key)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _leaves_by_block(bucket: Bucket, block: int) -> dict[int, list[Segment]]:
-    """Block size, smallest first -> the leaves with blocks of this size.
+def _leaves_by_block(bucket: Bucket, block: int) -> dict[int, list[int]]:
+    """Block size, smallest first -> the numbers of the segments with blocks of this size.
 
     It is the largest that exceeds neither `block` nor the leaf, or 1 for a leaf that is not rotated.
     """
-    by_size: dict[int, list[Segment]] = {}
-    for s in bucket.segments:
-        by_size.setdefault(max(d for d in (1, *BLOCKS) if d <= min(s.size, block)), []).append(s)
+    by_size: dict[int, list[int]] = {}
+    for i, s in enumerate(bucket.segments):
+        by_size.setdefault(max(d for d in (1, *BLOCKS) if d <= min(s.size, block)), []).append(i)
     return dict(sorted(by_size.items()))
 
 
-def _encode_blocks(x: Array, d: int, bits: int, feedback: bool) -> tuple[Array, Array]:
-    """Blocks of d entries -> their scales, and the bit planes of signs and levels. A block of 1 is its own scale."""
+def _encode_blocks(x: Array, bits: int, feedback: bool) -> tuple[Array, Array]:
+    """float32[blocks, d] -> their scales, and the bit planes of signs and levels. A block of 1 is its own scale."""
+    d, levels = x.shape[1], LEVELS[bits]
     if d == 1:
-        return x, jnp.zeros(0, jnp.uint32)
-    blocks, levels = _blocks(len(x) // d, d), LEVELS[bits]
-    unit = to_unit(*blocks.maxima(jnp.abs(x)))  # keeps squares in float32's range
-    z = _hadamard(x * blocks.per_entry(unit), d)
-    (energy,) = blocks.sums(z * z)
-    level = _nearest(jnp.abs(z), blocks.per_entry(jnp.sqrt(energy / d)), levels)
+        return x[:, 0], jnp.zeros(0, jnp.uint32)
+    unit = to_unit(jnp.max(jnp.abs(x), axis=1, keepdims=True))  # keeps squares in float32's range
+    z = _hadamard(x * unit)
+    energy = _sums(z * z)
+    level = _nearest(jnp.abs(z), jnp.sqrt(energy / d), levels)
     q = _look_up(level, levels)
-    product, own = blocks.sums(jnp.abs(z) * q, q * q)
+    product = _sums(jnp.abs(z) * q)
     # z is sqrt(d) Rx in this unit, and the decoder applies sqrt(d) times the inverse of R.
-    scale = product / (d * own) if feedback else energy / (d * jnp.where(product > 0, product, 1))
-    return scale / unit, pack_planes(level | jnp.where(z < 0, jnp.uint32(1 << (bits - 1)), 0), bits)
+    scale = product / (d * _sums(q * q)) if feedback else energy / (d * jnp.where(product > 0, product, 1))
+    code = (level | jnp.where(z < 0, jnp.uint32(1 << (bits - 1)), 0)).reshape(-1)
+    packing = vector_bucket(len(code))
+    return (scale / unit)[:, 0], pack_planes(packing.join([code]), bits, packing.words)
+
+
+def _sums(x: Array) -> Array:
+    return jnp.sum(x, axis=1, keepdims=True)
 
 
 def _decode_blocks(scale: Array, planes: Array, d: int, bits: int) -> Array:
+    """The inverse: float32[blocks, d]."""
     if d == 1:
-        return scale
-    blocks, sign = _blocks(len(scale), d), 1 << (bits - 1)
-    code = unpack_planes(planes, bits, blocks.size)
+        return scale[:, None]
+    sign = 1 << (bits - 1)
+    (code,) = vector_bucket(len(scale) * d).split(unpack_planes(planes, bits))
     q = _look_up(code & (sign - 1), LEVELS[bits])
-    return _hadamard(jnp.where(code & sign != 0, -q, q), d) * blocks.per_entry(scale)
-
-
-def _blocks(count: int, d: int) -> Groups:
-    words = d // LANES
-    ranges = tuple((k * words, (k + 1) * words) for k in range(count))
-    return Groups(ranges, (d,) * count, words_for(count * d), count * d)
+    return _hadamard(jnp.where(code & sign != 0, -q, q).reshape(-1, d)) * scale[:, None]
 
 
 def _flip(x: Array, words: Array) -> Array:
-    """x with the signs of about half of its entries changed, drawn from the two words. Its own inverse."""
-    flips = unpack_mask(hash_words(words, jnp.arange(words_for(len(x)))), len(x))
+    """A bucket's array with about half of the signs changed, drawn from the two words. Its own inverse."""
+    flips = unpack_mask(hash_words(words, jnp.arange(x.size // WORD)))
     return bits_float(float_bits(x) ^ (flips.astype(jnp.uint32) << 31))
 
 
-def _hadamard(x: Array, block: int) -> Array:
-    """The Walsh-Hadamard transform of each block of x, unscaled: applied twice it gives block * x.
+def _hadamard(x: Array) -> Array:
+    """The Walsh-Hadamard transform of each block, [blocks, d] -> [blocks, d], unscaled: applied twice it gives d * x.
 
     For a block as a square matrix X this is H (H X)^T = (H X H)^T with the textbook's matrix H.
     """
-    side = math.isqrt(block)
+    side = math.isqrt(x.shape[1])
     h = np.ones((1, 1), np.float32)
     while len(h) < side:
         h = np.block([[h, h], [h, -h]])
@@ -205,7 +204,7 @@ def _hadamard(x: Array, block: int) -> Array:
         return jnp.matmul(x.reshape(-1, side), h, precision=lax.Precision.HIGHEST)
 
     transposed = transform_rows(x).reshape(-1, side, side).swapaxes(1, 2)
-    return transform_rows(transposed).reshape(-1)
+    return transform_rows(transposed).reshape(x.shape)
 
 
 def _nearest(magnitude: Array, unit: Array, levels: tuple[float, ...]) -> Array:

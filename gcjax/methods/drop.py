@@ -108,14 +108,14 @@ def drop_compress(
 
 def _of_all(a: Array, step: Array, bucket: Bucket, density: float) -> Array:
     """The quantile of all entries. The sample has its share of the padding, which is zero and not counted."""
-    samples = a[scatter_positions(bucket.size, min(bucket.size, SAMPLE), step)]
+    samples = a.reshape(-1)[scatter_positions(bucket.size, min(bucket.size, SAMPLE), step)]
     parameters = len(samples) * (bucket.entries / bucket.size)
     return quantile_threshold(samples[None], parameters, density)[0]
 
 
 def _of_leaves(a: Array, step: Array, bucket: Bucket, density: float) -> Array:
-    """The quantile of each entry's leaf."""
+    """The quantile of each entry's leaf, as `Groups.per_entry` has it."""
     groups = leaf_groups(bucket)
-    samples = sampled(a, groups, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
+    samples = sampled(a, bucket, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
     counts = np.minimum(groups.sizes, samples.shape[1])
     return groups.per_entry(quantile_threshold(samples, counts, density))

@@ -18,7 +18,7 @@ import math
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import to_unit
+from gcjax._kernels.bits import pack_two, to_unit
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_number
@@ -28,6 +28,7 @@ from gcjax.extend import (
     Groups,
     Message,
     SparseState,
+    add_gradient,
     capacities_for,
     check_capacity,
     check_transport,
@@ -37,7 +38,6 @@ from gcjax.extend import (
     exchange,
     float_bits,
     leaf_groups,
-    pack_planes,
 )
 
 LEAF_SAMPLE = 1 << 12  # smallest sample of a leaf
@@ -110,8 +110,8 @@ def dryden_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        (a,) = state.unless_skipped((state.residual + gradient,), all_finite)
-        mask, means = _select(a, density, leaf_groups(bucket), state.step)
+        (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
+        mask, means = _select(a, density, bucket, state.step)
         capacities = capacities_for(_default_capacities(density, bucket) if capacity is None else capacity)
         message = Message(a, mask, code, bucket, capacities, float_bits(means))
         exchanged = exchange(message, state.transport, comm, all_finite)
@@ -126,13 +126,14 @@ def _default_capacities(density: float, bucket: Bucket) -> tuple[int, ...]:
     return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
 
-def _select(a: Array, density: float, groups: Groups, step: Array) -> tuple[Array, Array]:
+def _select(a: Array, density: float, bucket: Bucket, step: Array) -> tuple[Array, Array]:
     """Packed mask of the entries to send; the means of each leaf's positive class, then of each negative class."""
-    samples = sampled(a, groups, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
+    groups = leaf_groups(bucket)
+    samples = sampled(a, bucket, max(SAMPLE // len(groups), LEAF_SAMPLE), step)
     classes = jnp.maximum(jnp.concatenate([samples, -samples]), 0)
     least, most = _spread(groups, quantile_threshold(classes, jnp.sum(classes > 0, axis=1), density))
     plus, minus = a >= least, a <= -most
-    words = pack_planes(plus.astype(jnp.uint32) | minus.astype(jnp.uint32) << 1, 2).reshape(2, -1)
+    words = pack_two(plus, minus)
     # The unit keeps sums of huge numbers finite. At most 1, because the sample may not have the largest entry.
     unit = jnp.minimum(to_unit(jnp.max(classes, axis=1)), 1)
     plus_unit, minus_unit = _spread(groups, unit)

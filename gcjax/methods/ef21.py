@@ -57,10 +57,10 @@ class EF21State(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChangeState:
-    """State of one worker and bucket of n entries.
+    """State of one worker and bucket.
 
     Attributes:
-      known: float32[n], h_i, what all workers know of this worker's gradient.
+      known: float32 of the bucket's shape, h_i, what all workers know of this worker's gradient.
       bucket: where the leaves lie. Static.
     """
 
@@ -69,8 +69,8 @@ class ChangeState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: nothing waits. The next gradient replaces what was not sent of this one."""
-        return jnp.zeros(self.bucket.size)
+        """float32 of the bucket's shape, zero: nothing waits. The next gradient replaces what was not sent of this."""
+        return jnp.zeros(self.bucket.shape)
 
 
 def ef21_compress(
@@ -121,16 +121,16 @@ def ef21_compress(
     code = float_code(32)
 
     def init(bucket: Bucket) -> ChangeState:
-        return ChangeState(jnp.zeros(bucket.size), bucket)
+        return ChangeState(jnp.zeros(bucket.shape), bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket, known = state.bucket, state.known
         k = count_for_density(density, bucket.entries)
-        change = gradient - known
+        change = bucket.join(gradient) - known
         message = Message(change, top_k_mask(change, k), code, bucket, capacities_for(k))
         exchanged = exchange(message, TransportState.create(), comm, all_finite)
-        sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0), bucket.size)
+        sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0))
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report
 
     return _accumulated(compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name))

@@ -3,8 +3,8 @@
 **Source.** Sai Praneeth Karimireddy, Quentin Rebjock, Sebastian Stich, Martin Jaggi, "Error Feedback Fixes SignSGD and
 other Gradient Compression Schemes", ICML 2019, arXiv 1901.09847, algorithm 1 with one scale per layer.
 
-**Wire format.** One uint32 vector per worker and bucket: a float32 scale for each leaf; then one bit per entry, 1 for
-negative, entry i in bit i % 32 of word i // 32.
+**Wire format.** One uint32 vector per worker and bucket: a float32 scale for each leaf; then a packed mask with one bit
+per entry, 1 for negative (`gcjax.extend.pack_mask`).
 
 **Deviations.** The residual holds gradients, not gradients times the learning rate. The learning rate comes after the
 compressor in the chain, so a change of it also scales what the residual contributes.
@@ -56,10 +56,10 @@ def _encode(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, int]:
     groups = leaf_groups(bucket)
     (total,) = groups.sums(jnp.abs(x))
     scale = total / groups.counts()
-    return jnp.concatenate([float_bits(scale), pack_mask(x < 0)]), bucket.entries + 32 * len(groups)
+    return jnp.concatenate([float_bits(scale), pack_mask(x < 0)[: bucket.words]]), bucket.entries + 32 * len(groups)
 
 
 def _decode(payload: Array, bucket: Bucket) -> Array:
     groups = leaf_groups(bucket)
     scale = groups.per_entry(bits_float(payload[: len(groups)]))
-    return jnp.where(unpack_mask(payload[len(groups) :], bucket.size), -scale, scale)
+    return jnp.where(unpack_mask(payload[len(groups) :]), -scale, scale)

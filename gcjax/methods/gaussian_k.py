@@ -119,7 +119,7 @@ def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array,
 
 
 def _adjusted_mask(x: Array, threshold: Array, k: int) -> Array:
-    """Packed mask of the entries of x (float32[n], at least 0) above the threshold, adjusted to pass about k."""
+    """Packed mask of the entries of x, none negative, above the threshold, adjusted to pass about k."""
 
     def above(threshold):
         words = pack_mask((x > threshold) & (x >= TINY))

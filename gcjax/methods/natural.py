@@ -3,9 +3,9 @@
 **Source.** Samuel Horvath, Chen-Yu Ho, Ludovit Horvath, Atal Narayan Sahu, Marco Canini, Peter Richtarik, "Natural
 Compression for Distributed Deep Learning", MSML 2022, arXiv 1905.10988, the operator C_nat.
 
-**Wire format.** One uint32 vector per worker and bucket: nine packed masks with one bit per entry, entry i in bit i %
-32 of word i // 32. The first eight are the bits of float32's biased exponent, lowest first (0 for zero); the ninth is
-the sign, 1 for negative.
+**Wire format.** One uint32 vector per worker and bucket: nine packed masks with one bit per entry
+(`gcjax.extend.pack_mask`). The first eight are the bits of float32's biased exponent, lowest first (0 for zero); the
+ninth is the sign, 1 for negative.
 
 **Deviations.** From 2**127 on, where the upper power of two would be infinite, entries are rounded down to 2**127.
 Numbers below the normal range (about 1e-38) become zero: eight bits have no exponents for them, and backends flush
@@ -68,13 +68,14 @@ def natural_compress(
     def encode(x, bucket, key):
         x = jnp.where(jnp.abs(x) < TINY, 0, x)
         # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
-        draw = hash_bits(key, jnp.arange(bucket.size)) >> (32 - _MANTISSA)
+        draw = hash_bits(key, bucket.positions()) >> (32 - _MANTISSA)
         code = (float_bits(x) + draw) >> _MANTISSA
         code = code - ((code & 0xFF) > _TOP)
-        return pack_planes(code, BITS), BITS * bucket.entries
+        return pack_planes(code, BITS, bucket.words), BITS * bucket.entries
 
     def decode(payload, bucket):
-        return bits_float(unpack_planes(payload, BITS, bucket.size) << _MANTISSA)
+        del bucket
+        return bits_float(unpack_planes(payload, BITS) << _MANTISSA)
 
     codec = gather_codec(encode, decode, feedback=False, key=key)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -5,9 +5,10 @@ to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014, doi 10.
 
 **Wire format.** A column of r entries takes ceil(r / 32) + 2 uint32 words: its mask words, 1 for negative, entry i in
 bit i % 32 of word i // 32; then two float32, the mean of its entries of at least 0 and the mean of its negative ones.
-Per bucket, first an all-to-all: every worker gets the columns that it owns, matrix by matrix, the first word of all
-columns, then the second, and so on. Then an all-gather of the means over the workers in the same form. Of c columns,
-worker w of p owns ceil(c / p), beginning at column w ceil(c / p); empty columns pad the last workers' vectors.
+Per bucket, first an all-to-all: every worker gets the columns that it owns, matrix by matrix in the order of
+`Bucket.segments`, the first word of all columns, then the second, and so on. Then an all-gather of the means over the
+workers in the same form. Of c columns, worker w of p owns ceil(c / p), beginning at column w ceil(c / p); empty columns
+pad the last workers' vectors.
 
 **Deviations.** A leaf of shape (..., c) is a matrix of c columns: the last axis is the output in JAX's layers. A leaf
 with a single row or column is divided into columns of 512 consecutive entries, so that several workers can own parts of
@@ -27,7 +28,7 @@ import optax
 from jax import lax
 
 from gcjax._jax_compat import zeros
-from gcjax._kernels.bits import LANES, count_bits
+from gcjax._kernels.bits import WORD, count_bits
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax.extend import Bucket, Comm, Compressor, Segment, bits_float, compress, dense_report, float_bits
 
@@ -51,8 +52,8 @@ class OneBitState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], what this worker has taken in and not yet sent."""
-        return _flat(self.errors, self.bucket)
+        """float32 of the bucket's shape, what this worker has taken in and not yet sent."""
+        return self.bucket.join(_leaves(self.errors, self.bucket))
 
 
 def onebit_compress(
@@ -93,7 +94,7 @@ def onebit_compress(
     """
 
     def init(bucket: Bucket) -> OneBitState:
-        return OneBitState(tuple(_blocks(jnp.zeros(bucket.size), bucket)), bucket)
+        return OneBitState(tuple(_blocks([jnp.zeros(s.shape) for s in bucket.segments], bucket)), bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
@@ -122,9 +123,9 @@ def onebit_compress(
             m.without_padding(x - m.choose(x < 0, y), m.heights) for m, x, y in zip(matrices, a, taken, strict=True)
         ]
         updates = [m.unpad(jnp.where(all_finite, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)]
-        mean = _flat(updates, bucket)
         new = OneBitState(tuple(m.unpad(x) for m, x in zip(matrices, left, strict=True)), bucket)
-        return mean, new, dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
+        report = dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
+        return _leaves(updates, bucket), new, report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -137,30 +138,29 @@ def _columns(s: Segment) -> int:
     return -(-s.size // COLUMN)  # of a leaf that is not a matrix
 
 
-def _blocks(flat: Array, bucket: Bucket) -> list[Array]:
-    """The bucket's matrices [rows, columns]; then all other leaves as one block [columns, rows], padded with zeros."""
-    parts = [(s, flat[s.offset : s.offset + s.size]) for s in bucket.segments]
-    blocks = [x.reshape(-1, s.shape[-1]) for s, x in parts if _is_matrix(s)]
-    others = [x for s, x in parts if not _is_matrix(s)]
+def _blocks(leaves: Sequence[Array], bucket: Bucket) -> list[Array]:
+    """The matrices [rows, columns]; then all other leaves as one block [columns, rows], padded with zeros."""
+    pairs = list(zip(bucket.segments, leaves, strict=True))
+    blocks = [x.reshape(-1, s.shape[-1]) for s, x in pairs if _is_matrix(s)]
+    others = [x.reshape(-1) for s, x in pairs if not _is_matrix(s)]
     if not others:
         return blocks
-    rows = min(COLUMN, -(-max(map(len, others)) // LANES) * LANES)
+    rows = min(COLUMN, -(-max(map(len, others)) // WORD) * WORD)
     return [*blocks, jnp.concatenate([jnp.pad(x, (0, -len(x) % rows)).reshape(-1, rows) for x in others])]
 
 
-def _flat(blocks: Sequence[Array], bucket: Bucket) -> Array:
-    """The inverse of `_blocks`, zero between the leaves; the blocks may be flattened."""
-    parts: list[Array] = []
+def _leaves(blocks: Sequence[Array], bucket: Bucket) -> tuple[Array, ...]:
+    """The inverse of `_blocks`."""
+    leaves = []
     matrices, begin = iter(blocks), 0
-    others = sum(_columns(s) for s in bucket.segments if not _is_matrix(s))
-    for s, end in zip(bucket.segments, [*(s.offset for s in bucket.segments[1:]), bucket.size], strict=True):
+    for s in bucket.segments:
         if _is_matrix(s):
             x = next(matrices)
         else:
-            x = blocks[-1].reshape(others, -1)[begin : begin + _columns(s)]
+            x = blocks[-1][begin : begin + _columns(s)]
             begin += _columns(s)
-        parts += [x.reshape(-1)[: s.size], jnp.zeros(end - s.offset - s.size)]
-    return jnp.concatenate(parts)
+        leaves.append(x.reshape(-1)[: s.size].reshape(s.shape))
+    return tuple(leaves)
 
 
 def _matrices(bucket: Bucket, comm: Comm) -> list["_Matrix"]:
@@ -190,7 +190,7 @@ class _Matrix:
         self.columns, self.transposed, self.comm = len(heights), transposed, comm
         self.axis = 0 if transposed else 1
         rows = int(heights.max())
-        self.rows = -(-rows // LANES) * LANES if transposed else rows
+        self.rows = -(-rows // WORD) * WORD if transposed else rows
         self.width = -(-self.columns // comm.size)
         self.heights = np.pad(heights.astype(np.float32), (0, self.width * comm.size - self.columns))
 
@@ -237,18 +237,18 @@ class _Matrix:
 
     def _fold(self, block: Array) -> list[Array]:
         if self.transposed:
-            return [x.reshape(len(block), -1).T for x in _fold(block.reshape(-1, LANES, 1))]
-        body = self.rows // LANES * LANES
-        folded = _fold(block[:body].reshape(-1, LANES, block.shape[1]))
+            return [x.reshape(len(block), -1).T for x in _fold(block.reshape(-1, WORD, 1))]
+        body = self.rows // WORD * WORD
+        folded = _fold(block[:body].reshape(-1, WORD, block.shape[1]))
         if body < self.rows:  # separately, because padding the whole block would copy it
-            end = jnp.pad(block[body:], ((0, LANES - self.rows + body), (0, 0)))
+            end = jnp.pad(block[body:], ((0, WORD - self.rows + body), (0, 0)))
             folded = [jnp.concatenate(parts) for parts in zip(folded, _fold(end[None]), strict=True)]
         return folded
 
     def decode(self, code: Array) -> Array:
         """uint32[words + 2, columns] -> the block."""
         words = code[:-2].T.reshape(-1, 1) if self.transposed else code[:-2]
-        bits = (words[:, None] >> jnp.arange(LANES, dtype=jnp.uint32)[:, None]) & 1
+        bits = (words[:, None] >> jnp.arange(WORD, dtype=jnp.uint32)[:, None]) & 1
         bits = bits.reshape(-1, self.rows) if self.transposed else bits.reshape(-1, words.shape[1])[: self.rows]
         return self.choose(bits != 0, bits_float(code[-2:]))
 
@@ -283,7 +283,7 @@ def _fold(x: Array) -> list[Array]:
     def merge(a, b):
         return a[0] | b[0], *_add(a[1:], b[1:])
 
-    masks = jnp.where(x < 0, jnp.uint32(1) << jnp.arange(LANES, dtype=jnp.uint32)[:, None], jnp.uint32(0))
+    masks = jnp.where(x < 0, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)[:, None], jnp.uint32(0))
     start = (jnp.uint32(0), jnp.float32(0), jnp.float32(0))
     return lax.reduce((masks, jnp.maximum(x, 0), jnp.minimum(x, 0)), start, merge, (1,))
 

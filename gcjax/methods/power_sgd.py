@@ -61,15 +61,16 @@ class PowerSGDState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], what this worker has taken in minus the updates; its mean over the workers is not yet sent."""
-        return self.layout.join(self.errors(), jnp.zeros(self.bucket.entries))
+        """float32 of the bucket's shape, what this worker has taken in minus the updates.
+
+        Its mean over the workers is not yet sent.
+        """
+        return self.bucket.join(self.layout.leaves(self.errors(), jnp.zeros(self.bucket.entries)))
 
     def errors(self) -> list[Array]:
         """The residual as matrices: for each batch float32[b, rows, columns], e."""
         errors = []
-        for batch, m, p, q in zip(self.layout.batches, self.accumulated, self.left, self.right, strict=True):
-            p, q = p.reshape(len(batch), -1, batch.rows), q.reshape(len(batch), -1, batch.columns)
-            e = m.reshape(len(batch), batch.rows, batch.columns)
+        for e, p, q in zip(self.accumulated, self.left, self.right, strict=True):
             for k in range(p.shape[1]):  # not a matrix product: XLA fuses this with what follows
                 e = e - p[:, k, :, None] * q[:, k, None, :]
             errors.append(jnp.where(self.whole, 0, e))
@@ -193,7 +194,7 @@ def _low_rank(
     matrices: Sequence[Array],
     others: Array,
     fill: Array,
-) -> tuple[Array, list[Array], list[Array]]:
+) -> tuple[tuple[Array, ...], list[Array], list[Array]]:
     """The update and the factors P and Q. `fill` (0 or NaN) is added to the update."""
     draws = [_draw(key, state.step, batch, q) for batch, q in zip(state.layout.batches, state.right, strict=True)]
     start = [_unit_or(q, draw) for q, draw in zip(state.right, draws, strict=True)]
@@ -203,15 +204,15 @@ def _low_rank(
     right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
     right = _means(right, comm) if right else []
     out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
-    return state.layout.join(out, mean_others + fill), left, right
+    return state.layout.leaves(out, mean_others + fill), left, right
 
 
 def _dense(
     comm: Comm, state: PowerSGDState, matrices: Sequence[Array], others: Array, fill: Array
-) -> tuple[Array, list[Array], list[Array]]:
+) -> tuple[tuple[Array, ...], list[Array], list[Array]]:
     """As `_low_rank`, with everything sent whole, and zero factors."""
     *out, mean_others = _means([*matrices, others], comm)
-    mean = state.layout.join([y + fill for y in out], mean_others + fill)
+    mean = state.layout.leaves([y + fill for y in out], mean_others + fill)
     left, right = ([zeros(x.shape, x.dtype, mean) for x in factors] for factors in (state.left, state.right))
     return mean, left, right
 

@@ -4,24 +4,23 @@
 Gradient Quantization and Encoding", NeurIPS 2017, arXiv 1610.02132: the quantiser Q_s, its Elias coding, and the blocks
 and maximum norm of the experiments. The paper calls the blocks buckets.
 
-**Wire format.** One uint32 vector per worker: a float32 norm for each block, which is `bucket_size` consecutive entries
-of a leaf, or fewer at its end; then `bits` packed masks with one bit per entry, entry i in bit i % 32 of word i // 32.
-The first bits - 1 masks are the level, lowest bit first; the last is the sign, 1 for negative.
+**Wire format.** One uint32 vector per worker and bucket: a float32 norm for each block; then `bits` packed masks with
+one bit per entry (`gcjax.extend.pack_mask`). The first bits - 1 masks are the level, lowest bit first; the last is the
+sign, 1 for negative. A block is the entries of bucket_size / 32 neighbouring mask words of a leaf, or fewer at its end.
 
-**Deviations.** Elias coding has no static size: with encoding="elias" the packed words are sent all the same, and the
-report has the length of the code. As in the paper, nothing marks the end of a block. s is 2**(bits - 1) - 1, what
-`bits` bits can hold with the sign; the paper leaves it free. bits=1 leaves no level, so the sign is drawn, which the
-paper does not have.
+**Deviations.** The paper's blocks are consecutive entries; these are tiles of 32 rows. Elias coding has no static size:
+with encoding="elias" the packed words are sent all the same, and the report has the length of the code, in which the
+distance between two entries counts the bits of the mask between them, word by word, padding included. As in the paper,
+nothing marks the end of a block. s is 2**(bits - 1) - 1, what `bits` bits can hold with the sign; the paper leaves it
+free. bits=1 leaves no level, so the sign is drawn, which the paper does not have.
 """
-
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 
-from gcjax._kernels.bits import LANES, pack_planes_of
+from gcjax._kernels.bits import LANES, WORD, reduce_rows, to_unit
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_integer, check_random_key
 from gcjax.extend import (
@@ -31,6 +30,8 @@ from gcjax.extend import (
     compress,
     float_bits,
     gather_codec,
+    pack_mask,
+    pack_planes,
     uniform,
     unpack_planes,
 )
@@ -93,7 +94,7 @@ def qsgd_compress(
     [ 3. -1.  0.] True
     """
     check_integer("bits", bits, 1, 8)
-    check_integer("bucket_size", bucket_size, LANES, multiple=LANES)
+    check_integer("bucket_size", bucket_size, WORD, multiple=WORD)
     check_choice("norm", norm, ("max", "l2"))
     check_choice("encoding", encoding, ("packed", "elias"))
     check_random_key("key", key)
@@ -101,29 +102,30 @@ def qsgd_compress(
         raise ValueError(f"bits=1 needs norm='max' and encoding='packed', got norm={norm!r} and encoding={encoding!r}")
     levels = max(2 ** (bits - 1) - 1, 1)
 
-    def code(x, unit, draw):
-        share = x / unit
+    def code(share, draw):
         if bits == 1:
             return (draw >= (1 + share) / 2).astype(jnp.uint32)
-        position = jnp.minimum(levels * jnp.abs(share), levels)  # division may round x / x to above 1
+        position = jnp.minimum(levels * jnp.abs(share), levels)  # rounding may make x / x larger than 1
         low = jnp.floor(position)
         level = low + (draw < position - low)
-        return level.astype(jnp.uint32) | jnp.where(x < 0, jnp.uint32(levels + 1), 0)
+        return level.astype(jnp.uint32) | jnp.where(share < 0, jnp.uint32(levels + 1), 0)
 
     def encode(x, bucket, key):
         blocks = block_groups(bucket, bucket_size)
         (scale,) = blocks.maxima(jnp.abs(x))
         if norm == "l2":
             scale = blocks.norms(x, scale)
-        unit = jnp.broadcast_to(blocks.per_entry(jnp.where(scale > 0, scale, 1)), x.shape)
-        planes = pack_planes_of(code, bits, x, unit, uniform(key, bucket.size))
-        entry_bits = _elias_bits(planes, bits, blocks) if encoding == "elias" else bits * bucket.entries
+        unit = to_unit(scale)  # XLA multiplies by the inverse of the divisor, which would underflow for huge scales
+        share = x * blocks.per_entry(unit) / blocks.per_entry(jnp.where(scale > 0, scale * unit, 1))
+        planes = pack_planes(code(share, uniform(key, bucket.positions())), bits, bucket.words)
+        level = unpack_planes(planes, bits) & levels
+        entry_bits = _elias_bits(level, blocks) if encoding == "elias" else bits * bucket.entries
         return jnp.concatenate([float_bits(scale), planes]), 32 * len(blocks) + entry_bits
 
     def decode(payload, bucket):
         blocks = block_groups(bucket, bucket_size)
         scale = blocks.per_entry(bits_float(payload[: len(blocks)]))
-        code = unpack_planes(payload[len(blocks) :], bits, bucket.size)
+        code = unpack_planes(payload[len(blocks) :], bits)
         magnitude = scale * ((code & levels).astype(jnp.float32) / levels) if bits > 1 else scale
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
@@ -131,22 +133,21 @@ def qsgd_compress(
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _elias_bits(planes: Array, bits: int, blocks: Groups) -> Array:
+def _elias_bits(level: Array, blocks: Groups) -> Array:
     """Bits of the gaps, signs and levels of all entries that are not zero, float32[]."""
-    words = functools.reduce(jnp.bitwise_or, planes.reshape(bits, -1)[:-1])
-    begin = jnp.arange(len(words), dtype=jnp.int32) * LANES
-    # For each word, the last entry before it that is not zero, or the position before its block if there is none.
+    words = pack_mask(level > 0)
+    begin = jnp.arange(len(words), dtype=jnp.int32) * WORD
+    # For each word, the last entry before it that is not zero, or the place before its block if there is none.
     last = lax.cummax(jnp.where(words != 0, begin + _highest_bit(words), -1))
-    before_block = np.asarray([first * LANES - 1 for first, _ in blocks.ranges], np.int32)[blocks.group_of_word()]
+    before_block = np.asarray([first * WORD - 1 for first, _ in blocks.ranges], np.int32)[blocks.group_of_word()]
     before = jnp.maximum(jnp.concatenate([jnp.full(1, -1, jnp.int32), last[:-1]]), before_block)
-    lanes = jnp.arange(LANES, dtype=jnp.int32)
-    below = words[:, None] & ((jnp.uint32(1) << lanes.astype(jnp.uint32)) - 1)
-    previous = jnp.where(below != 0, begin[:, None] + _highest_bit(below), before[:, None])
-    gap = (begin[:, None] + lanes - previous).reshape(-1)
-    level = unpack_planes(planes, bits, len(gap)) & (2 ** (bits - 1) - 1)
+    words, begin, before = (x.reshape(-1, 1, LANES) for x in (words, begin, before))
+    row = jnp.arange(WORD, dtype=jnp.int32)[:, None]
+    below = words & ((jnp.uint32(1) << row.astype(jnp.uint32)) - 1)
+    gap = begin + row - jnp.where(below != 0, begin + _highest_bit(below), before)
     length = jnp.where(level > 0, _omega_length(gap) + 1 + _omega_length(level.astype(jnp.int32)), 0)
-    (of_block,) = blocks.sums(length[: blocks.size].astype(jnp.float32))
-    return jnp.sum(of_block)
+    (of_word,) = reduce_rows((lax.add, length))
+    return jnp.sum(of_word.astype(jnp.float32))
 
 
 def _highest_bit(x: Array) -> Array:

@@ -10,14 +10,16 @@ all-reduce (maximum) of the number of steps done, which seeds the draw.
 **Deviations.** (1) Not every subset can be drawn: the d entries are rotated by a random amount and divided into k
 stretches whose lengths differ by at most one, and one entry is drawn from each. Every entry is drawn with probability
 k/d, without replacement, which is all that the bounds below need. Neighbours are drawn together less often than in a
-uniform subset. This needs k hashes and no permutation of d. (2) d and k count the entries of the flat bucket, in which
-leaves are padded to multiples of 32. (3) PowerSGD's block is one run of k entries; here blocks start at multiples of
-their size, and any number of them is drawn.
+uniform subset. This needs k hashes and no permutation of d. (2) d and k count padding: large leaves are padded to
+multiples of 4,096 entries, and small ones to multiples of 32. (3) PowerSGD's block is one run of k entries; here blocks
+start at multiples of their size, and any number of them is drawn. A block is a run of neighbours in a large leaf. Small
+leaves lie side by side as matrices of 32 rows, and a block there goes along the rows of all of them.
 """
 
 import jax.numpy as jnp
 import optax
 
+from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_number, check_random_key
 from gcjax.extend import (
@@ -77,11 +79,11 @@ def random_k_compress(
     **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
-    >>> tx = gcjax.random_k_compress(density=0.5, key=jax.random.key(0), block=2)
-    >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
+    >>> tx = gcjax.random_k_compress(density=0.25, key=jax.random.key(0), block=8)
+    >>> g = jnp.ones(32)
     >>> first, state = tx.update(g, tx.init(g))
-    >>> print(first, first + state.buckets.value[0].residual)
-    [0.  0.  2.  0.5] [ 3.  -1.   2.   0.5]
+    >>> print(first.reshape(4, 8)[:, 0])
+    [0. 1. 0. 0.]
     """
     check_number("density", density, 0.0, 1.0)
     check_random_key("key", key)
@@ -89,32 +91,43 @@ def random_k_compress(
     check_flag("feedback", feedback)
 
     def init(bucket: Bucket) -> CodecState:
-        return CodecState(jnp.zeros(bucket.size if feedback else 1), jnp.int32(0), bucket)
+        return CodecState(jnp.zeros(bucket.shape if feedback else 1), jnp.int32(0), bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        bucket = state.bucket
-        # In a skipped step x is the old error. Nothing else then needs the old error, so XLA can reuse its buffer.
-        x = jnp.where(all_finite, state.error + gradient, state.error) if feedback else gradient
-        blocks = -(-bucket.size // block)
+        bucket, x = state.bucket, state.bucket.join(gradient)
+        if feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in its buffer
+            x = jnp.where(all_finite, state.error + x, state.error)
+        entries = bucket.words * WORD
+        blocks = -(-entries // block)
         count = count_for_density(density, blocks)
         step = comm.max(state.step)  # equal on all workers already; this makes it typed as equal
         drawn = _draw(step_key(key, step, bucket), count, blocks)
-        within = jnp.arange(min(block, bucket.size), dtype=jnp.int32)
-        entry = (drawn[:, None] * block + within).reshape(-1)
-        own = x.at[entry].get(mode="fill", fill_value=0)  # the last block may extend past the end
+        within = jnp.arange(min(block, entries), dtype=jnp.int32)
+        place = _place((drawn[:, None] * block + within).reshape(-1), bucket)
+        own = x.at[place].get(mode="fill", fill_value=0)  # the last block may extend past the end
         values = comm.mean(own if feedback else own * (blocks / count))
         # The fill value depends on the values, so that XLA can write the zeros into the gradient's buffer.
         fill = jnp.where(all_finite & ~jnp.isnan(values[0]), 0.0, jnp.nan)
-        mean = jnp.full(bucket.size, fill).at[entry].add(values, mode="drop", unique_indices=True)
-        error = (
-            x.at[entry].set(jnp.where(all_finite, 0, own), mode="drop", unique_indices=True)
-            if feedback
-            else state.error
-        )
-        return mean, CodecState(error, step + all_finite, bucket), dense_report(len(entry), 32 * len(entry))
+        mean = jnp.full(bucket.shape, fill).at[place].add(values, mode="drop", unique_indices=True)
+        error = state.error
+        if feedback:
+            error = x.at[place].set(jnp.where(all_finite, 0, own), mode="drop", unique_indices=True)
+        new = CodecState(error, step + all_finite, bucket)
+        return bucket.split(mean), new, dense_report(len(own), 32 * len(own))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+
+
+def _place(number: Array, bucket: Bucket) -> tuple[Array, Array, Array]:
+    """Block, row and lane of the entries with these numbers; out of bounds where a number is too high.
+
+    Entries are numbered block by block and row by row, but for the unused columns of the last block.
+    """
+    last, columns = bucket.size - BLOCK, bucket.words - (bucket.size - BLOCK) // WORD
+    row, lane = (number - last) // columns, (number - last) % columns
+    position = jnp.where(number < last, number, last + row * LANES + lane)
+    return position // BLOCK, position // LANES % WORD, position % LANES
 
 
 def _draw(key: Array, count: int, total: int) -> Array:

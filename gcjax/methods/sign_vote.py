@@ -6,8 +6,8 @@ Anandkumar, "signSGD with Majority Vote is Communication Efficient And Fault Tol
 algorithm 1.
 
 **Wire format.** Per bucket, first an all-to-all: every worker sends every other one its share of the mask words of the
-signs (uint32; 1 for negative, entry i in bit i % 32 of word i // 32), and worker w counts the votes for the w-th share.
-Then an all-gather of the majorities in the same form.
+signs (uint32; 1 for negative; `gcjax.extend.pack_mask`), and worker w counts the votes for the w-th share. Then an
+all-gather of the majorities in the same form.
 
 **Deviations.** The workers share the work of the paper's server, so that none sends or receives more than two bits per
 entry, however many there are. A bit has no third value: a zero is sent as plus and a tie is plus, where the paper's
@@ -40,17 +40,17 @@ class VoteState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: what a vote does not send is dropped."""
-        return jnp.zeros(self.bucket.size)
+        """float32 of the bucket's shape, zero: what a vote does not send is dropped."""
+        return jnp.zeros(self.bucket.shape)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SignumState:
-    """State of one worker and bucket of n entries.
+    """State of one worker and bucket.
 
     Attributes:
-      momentum: float32[n], m, this worker's own.
+      momentum: float32 of the bucket's shape, m, this worker's own.
       bucket: where the leaves lie. Static.
     """
 
@@ -59,8 +59,8 @@ class SignumState:
 
     @property
     def residual(self) -> Array:
-        """float32[n], zero: the momentum does not wait to be sent, and what a vote does not send is dropped."""
-        return jnp.zeros(self.bucket.size)
+        """float32 of the bucket's shape, zero: momentum does not wait to be sent, and what is not sent is dropped."""
+        return jnp.zeros(self.bucket.shape)
 
 
 def sign_vote_compress(
@@ -99,7 +99,8 @@ def sign_vote_compress(
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        return _vote(gradient, comm, all_finite), state, _report(state.bucket)
+        bucket = state.bucket
+        return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
 
     return compress(Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -140,12 +141,14 @@ def signum_compress(
     check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
 
     def init(bucket: Bucket) -> SignumState:
-        return SignumState(jnp.zeros(bucket.size), bucket)
+        return SignumState(jnp.zeros(bucket.shape), bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        m = jnp.where(all_finite, momentum * state.momentum + (1 - momentum) * gradient, state.momentum)
-        return _vote(m, comm, all_finite), SignumState(m, state.bucket), _report(state.bucket)
+        bucket = state.bucket
+        m = momentum * state.momentum + (1 - momentum) * bucket.join(gradient)
+        m = jnp.where(all_finite, m, state.momentum)
+        return _vote(m, bucket, comm, all_finite), SignumState(m, bucket), _report(bucket)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -154,13 +157,13 @@ def _report(bucket: Bucket) -> SendReport:
     return dense_report(bucket.entries, bucket.entries)
 
 
-def _vote(x: Array, comm: Comm, all_finite: Array) -> Array:
-    """The sign, +1 or -1, of each entry on most workers: float32[n], NaN unless `all_finite`."""
-    words = pack_mask(x < 0)
+def _vote(x: Array, bucket: Bucket, comm: Comm, all_finite: Array) -> tuple[Array, ...]:
+    """The sign, +1 or -1, of each entry on most workers, for each leaf; NaN unless `all_finite`."""
+    words = pack_mask(x < 0)[: bucket.words]
     share = -(-len(words) // comm.size)
     shares = jnp.pad(words, (0, share * comm.size - len(words))).reshape(comm.size, share)
     voted = comm.gather(_majority(comm.all_to_all(shares))).reshape(-1)[: len(words)]
-    return jnp.where(all_finite, jnp.where(unpack_mask(voted, len(x)), -1.0, 1.0), jnp.nan)
+    return bucket.split(jnp.where(all_finite, jnp.where(unpack_mask(voted), -1.0, 1.0), jnp.nan))
 
 
 def _majority(votes: Array) -> Array:

@@ -17,17 +17,15 @@ second round, with exact values, which costs little compared with the sketch; in
 The learning rate is applied after the compressor, not within its memory.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
 
-from gcjax._kernels.bits import LANES
+from gcjax._kernels.bits import WORD, position_of, to_blocks
 from gcjax._kernels.hashing import quick_bits
 from gcjax._sparse.compaction import assign_slots, slot_indices
 from gcjax._types import Array, ArrayLike, AxisNames
@@ -35,45 +33,23 @@ from gcjax._validation import check_integer, check_number, check_random_key
 from gcjax.extend import (
     Bucket,
     Compressor,
+    Exchanged,
     SendReport,
+    SparseState,
+    add_gradient,
     bits_float,
     compress,
     count_for_density,
     float_bits,
     hash_bits,
     parameters_only,
+    reset_to_zero,
     step_key,
     top_k_mask,
     unpack_mask,
 )
 
 _SIGN = np.uint32(1 << 31)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SketchState:
-    """State of one worker and bucket of n entries.
-
-    Attributes:
-      velocity: float32[n], u, before the reset; float32[1], zero, without momentum.
-      accumulated: float32[n], v, before the reset.
-      to_reset: uint32[words_for(n)], packed mask of the sent entries. The next update resets them, in the pass that
-        adds the gradient.
-      step: int32, updates done.
-      bucket: where the leaves lie. Static.
-    """
-
-    velocity: Array
-    accumulated: Array
-    to_reset: Array
-    step: Array
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    @property
-    def residual(self) -> Array:
-        """float32[n], what this worker has accumulated and not yet sent."""
-        return jnp.where(unpack_mask(self.to_reset, self.bucket.size), 0, self.accumulated)
 
 
 def sketch_compress(
@@ -144,52 +120,58 @@ def sketch_compress(
     check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
     check_integer("candidates", candidates, 1)
 
-    def init(bucket: Bucket) -> SketchState:
-        return SketchState(
-            velocity=jnp.zeros(1 if momentum == 0 else bucket.size),
-            accumulated=jnp.zeros(bucket.size),
-            to_reset=jnp.zeros(bucket.words, jnp.uint32),
-            step=jnp.int32(0),
-            bucket=bucket,
-        )
+    def init(bucket: Bucket) -> SparseState:
+        return SparseState.create(bucket, reset=reset_to_zero, transport="all_gather", arrays=1 if momentum == 0 else 2)
+
+    def accumulate(state, gradient, all_finite):
+        if momentum == 0:
+            return state.take_in(add_gradient, gradient, all_finite=all_finite)
+        # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
+        _, u = state.take_in(add_to_velocity, gradient, all_finite=all_finite)
+        v = state.accumulated[0]
+        return jnp.where(all_finite, jnp.where(unpack_mask(state.to_reset), 0, v) + u, v), u
+
+    def add_to_velocity(values, inputs, was_sent):
+        (v, u), (g,) = values, inputs
+        return v, momentum * u + g
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
-        width = min(10 * k, bucket.size) if columns is None else columns
+        width = min(10 * k, bucket.entries) if columns is None else columns
         slots = min(candidates * k, bucket.entries)
-        was_sent = unpack_mask(state.to_reset, bucket.size)
-        old = state.velocity
-        # In a skipped step u and v are the old ones. Nothing else then needs the old ones, so XLA reuses their buffers.
-        u = old if momentum == 0 else jnp.where(all_finite, jnp.where(was_sent, 0, momentum * old) + gradient, old)
-        v = jnp.where(all_finite, state.residual + (gradient if momentum == 0 else u), state.accumulated)
+        values = accumulate(state, gradient, all_finite)
+        v = values[0].reshape(-1)
         # The steps are equal on all workers already; the maximum makes them, and the draw, typed as equal.
         hashes = _draw(step_key(key, comm.max(state.step), bucket), rows, width, bucket.size)
         table = comm.mean(_sketch(v, hashes, width))
-        estimates = parameters_only(_estimate(table, hashes, bucket.size), bucket)
-        found = assign_slots(top_k_mask(estimates, slots), jnp.int32(0))
+        estimates = _estimate(table, hashes, bucket.size)
+        possible = parameters_only(estimates.reshape(bucket.shape), bucket)
+        found = assign_slots(top_k_mask(possible, slots))
         index, slot = slot_indices(found, slots), jnp.arange(slots, dtype=jnp.int32)
-        w = comm.mean(jnp.where(slot < found.total, v[index], 0))
-        sent = unpack_mask(top_k_mask(w, k), slots)
+        position = position_of(index)
+        w = comm.mean(jnp.where(slot < found.total, v[position], 0))
+        sent = unpack_mask(top_k_mask(to_blocks(w), k)).reshape(-1)[:slots]
         count = jnp.sum(sent, dtype=jnp.int32)
         # The second condition is always true; it makes XLA write the zeros after the last use of the estimates.
         fill = jnp.where(all_finite & (count <= slots), 0.0, jnp.nan)
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
         # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
-        mean = mean.at[jnp.where(sent, index, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
-        to_reset = jnp.where(all_finite, _packed_mask(index, sent, bucket.words), state.to_reset)
-        new = SketchState(u, v, to_reset, state.step + all_finite, bucket)
+        mean = mean.at[jnp.where(sent, position, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
         none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
-        return mean, new, SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
+        report = SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
+        sent_mask = _packed_mask(index, sent, bucket.size // WORD)
+        exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport.start_word, report, None)
+        return exchanged.mean, state.after(exchanged, values, all_finite), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _packed_mask(index: Array, sent: Array, words: int) -> Array:
     """uint32[words], packed mask of the entries in `index` (int32[k]) that were sent (bool[k])."""
-    bit = jnp.uint32(1) << (index % LANES).astype(jnp.uint32)
-    return jnp.zeros(words, jnp.uint32).at[jnp.where(sent, index // LANES, words)].add(bit, mode="drop")
+    bit = jnp.uint32(1) << (index % WORD).astype(jnp.uint32)
+    return jnp.zeros(words, jnp.uint32).at[jnp.where(sent, index // WORD, words)].add(bit, mode="drop")
 
 
 class Hashes(NamedTuple):

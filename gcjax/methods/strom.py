@@ -20,6 +20,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    add_gradient,
     capacities_for,
     check_capacity,
     check_transport,
@@ -92,7 +93,7 @@ def strom_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        (r,) = state.unless_skipped((state.residual + gradient,), all_finite)
+        (r,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
         slots = default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
         message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots)
         exchanged = exchange(message, state.transport, comm, all_finite)

@@ -4,11 +4,12 @@
 Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv 1705.07878, algorithm 1 with layer-wise
 ternarising, gradient clipping and scaler sharing.
 
-**Wire format.** aggregate="sum": an all-reduce (maximum) of one float32 per leaf; then an all-reduce (sum) of a uint32
-vector in which each entry is a field of 2, 4, 8 or 16 bits (32 / field entries per word, the first one lowest) that
-holds 0, 1 or 2 for -1, 0 and +1. The field is wide enough for the sum over all workers: 2, 4 and 8 bits for up to 1, 7
-and 127 workers. aggregate="gather": one uint32 vector per worker: a float32 scale for each leaf; then two packed masks
-with one bit per entry, entry i in bit i % 32 of word i // 32. The first mask has 1 for nonzero, the second 1 for -1.
+**Wire format.** Per bucket. aggregate="sum": an all-reduce (maximum) of one float32 per leaf; then an all-reduce (sum)
+of uint32[b, words], in which each entry is a field of b bits that holds 0, 1 or 2 for -1, 0 and +1. The entry with bit
+b * j + k of mask word w (`gcjax.extend.pack_mask`) is field j, counted from the lowest bits, of word [k, w]. b is wide
+enough for the sum over all workers: 2, 4, 8 and 16 for up to 1, 7, 127 and 32767 workers. aggregate="gather": one
+uint32 vector per worker: a float32 scale for each leaf; then two packed masks with one bit per entry, first 1 for
+nonzero, then 1 for -1.
 
 **Deviations.** The standard deviation for the clipping is taken about zero, not about the leaf's mean: the paper
 assumes a mean of zero, and a leaf with one entry, or with equal entries, would be clipped to zero. There is no
@@ -18,7 +19,7 @@ parameter server: with "sum" the workers receive the sum itself; with "gather" e
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import pack_planes_of
+from gcjax._kernels.bits import LANES, WORD
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_number, check_random_key
 from gcjax.extend import (
@@ -32,11 +33,10 @@ from gcjax.extend import (
     float_bits,
     gather_codec,
     leaf_groups,
-    pack_uint,
+    pack_planes,
     step_key,
     uniform,
     unpack_planes,
-    unpack_uint,
 )
 
 
@@ -104,16 +104,16 @@ def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        bucket, groups = state.bucket, leaf_groups(state.bucket)
-        limit = _largest_clipped(gradient, groups, clip)
+        bucket, groups, x = state.bucket, leaf_groups(state.bucket), state.bucket.join(gradient)
+        limit = _largest_clipped(x, groups, clip)
         scale = comm.max(limit)
-        draw = uniform(step_key(key, state.step, bucket, comm.rank()), bucket.size)
-        clipped = jnp.minimum(jnp.abs(gradient), groups.per_entry(limit))
-        taken = draw < clipped / groups.per_entry(_not_zero(scale))
+        draw = uniform(step_key(key, state.step, bucket, comm.rank()), bucket.positions())
+        clipped = jnp.minimum(jnp.abs(x), groups.per_entry(limit))
+        taken = draw * groups.per_entry(scale) < clipped
         field = field_bits(comm.size)
-        total = comm.sum(pack_uint(jnp.where(taken, jnp.where(gradient < 0, 0, 2), 1), field))
-        count = unpack_uint(total, field, bucket.size).astype(jnp.float32) - comm.size
-        mean = jnp.where(all_finite, count / comm.size * groups.per_entry(scale), jnp.nan)
+        total = comm.sum(_pack_fields(jnp.where(taken, jnp.where(x < 0, 0, jnp.uint32(2)), 1), field, bucket.words))
+        count = _unpack_fields(total, field).astype(jnp.float32) - comm.size
+        mean = bucket.split(jnp.where(all_finite, count / comm.size * groups.per_entry(scale), jnp.nan))
         bits = field * bucket.entries + 32 * len(groups)
         return mean, CodecState(state.error, state.step + all_finite, bucket), dense_report(bucket.entries, bits)
 
@@ -124,19 +124,19 @@ def _gathered(clip: ArrayLike | None, key: Array) -> Compressor:
     """Every worker uses its own scale."""
 
     def code(x, scale, draw):
-        taken = draw < jnp.abs(x) / scale  # a clipped entry has at least the scale: always taken
+        taken = draw * scale < jnp.abs(x)  # a clipped entry has at least the scale: always taken
         return jnp.where(taken, jnp.where(x < 0, jnp.uint32(3), 1), 0)
 
     def encode(x, bucket, key):
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
-        unit = jnp.broadcast_to(groups.per_entry(_not_zero(scale)), x.shape)
-        planes = pack_planes_of(code, 2, x, unit, uniform(key, bucket.size))
-        return jnp.concatenate([float_bits(scale), planes]), 2 * bucket.entries + 32 * len(groups)
+        codes = code(x, groups.per_entry(scale), uniform(key, bucket.positions()))
+        payload = jnp.concatenate([float_bits(scale), pack_planes(codes, 2, bucket.words)])
+        return payload, 2 * bucket.entries + 32 * len(groups)
 
     def decode(payload, bucket):
         groups = leaf_groups(bucket)
-        code = unpack_planes(payload[len(groups) :], 2, bucket.size)
+        code = unpack_planes(payload[len(groups) :], 2)
         scale = groups.per_entry(bits_float(payload[: len(groups)]))
         return jnp.where(code == 0, 0, jnp.where(code == 3, -scale, scale))
 
@@ -151,10 +151,24 @@ def _largest_clipped(x: Array, groups: Groups, clip: ArrayLike | None) -> Array:
     return jnp.minimum(largest, clip * groups.norms(x, largest) / jnp.sqrt(groups.counts()))
 
 
-def _not_zero(scale: Array) -> Array:
-    return jnp.where(scale > 0, scale, 1)
-
-
 def field_bits(workers: int) -> int:
     """Bits that hold the sum of all workers' codes, at most 2 each, without a carry."""
     return next(bits for bits in (2, 4, 8, 16, 32) if 2 * workers < 2**bits)
+
+
+def _pack_fields(values: Array, field: int, words: int) -> Array:
+    """Integers below 2**field, uint32[blocks, 32, 128], of which `words` columns are used -> uint32[field, words]."""
+    shifted = values.reshape(-1, WORD // field, field, LANES) << _shifts(field)
+    packed = jnp.sum(shifted, axis=1, dtype=jnp.uint32)
+    return packed.swapaxes(0, 1).reshape(field, -1)[:, :words]
+
+
+def _unpack_fields(words: Array, field: int) -> Array:
+    """The inverse of `_pack_fields`."""
+    padded = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
+    packed = padded.reshape(field, -1, LANES).swapaxes(0, 1)[:, None]
+    return (packed >> _shifts(field) & jnp.uint32(2**field - 1)).reshape(-1, WORD, LANES)
+
+
+def _shifts(field: int) -> Array:
+    return jnp.arange(0, WORD, field, dtype=jnp.uint32)[:, None, None]

@@ -8,7 +8,7 @@ Martin Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599 (MEM-
 values. k is rounded up to a multiple of 32 by padding.
 
 **Deviations.** k counts the entries of the whole model (of each bucket of a model above 2**28 entries), not those of a
-layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest index.
+layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest index on the wire.
 """
 
 import optax

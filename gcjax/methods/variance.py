@@ -5,9 +5,9 @@ Deep Learning", ICLR 2018 workshop, arXiv 1802.06058: the basic algorithm, its 4
 Strom's method (Interspeech 2015).
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); one exponent byte per
-leaf (4 to a word); then one word per slot: the sign in bit 31, the exponent below the leaf's in bits 28 to 30, the
-index in bits 0 to 27. The hybrid sends no exponents, and words with the sign and a 31-bit index. Float values are a
-vector of their own after the indices.
+leaf, leaf i in word i % m of m; then one word per slot: the sign in bit 31, the exponent below the leaf's in bits 28 to
+30, the index in bits 0 to 27. The hybrid sends no exponents, and words with the sign and a 31-bit index. Float values
+are a vector of their own after the indices.
 
 **Deviations.** (1) Entries too small for the 3-bit exponent stay in the residual by default; the paper, read literally,
 drops them (`underflow="drop"`). (2) On overflow the largest entries are sent; the others stay in the residual. (3) Sent
@@ -38,6 +38,7 @@ from gcjax.extend import (
     default_capacities,
     exchange,
     float_code,
+    leaf_groups,
     level_code,
     pack_mask,
     power_of_two_code,
@@ -173,10 +174,8 @@ def variance_compress(
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         bucket = state.bucket
-        squares = gradient * gradient if sum_grad_squared is None else sum_grad_squared
-        r, v = state.settled()  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:
-        v = decay * v if hybrid else jnp.where(state.was_sent(), v, decay * v)
-        r, v = state.unless_skipped((r + gradient, jnp.minimum(v + squares, FLOAT_MAX)), all_finite)
+        squares = [g * g for g in gradient] if sum_grad_squared is None else sum_grad_squared
+        r, v = state.take_in(accumulate, gradient, squares, all_finite=all_finite)
 
         passed, sendable, scales = _encodable(passes(r, v, bucket), r, code, bucket)
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
@@ -188,6 +187,11 @@ def variance_compress(
 
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
         return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
+
+    def accumulate(values, inputs, was_sent):
+        (r, v), (gradient, squares) = values, inputs  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:
+        v = decay * v if hybrid else jnp.where(was_sent, v, decay * v)
+        return r + gradient, jnp.minimum(v + squares, FLOAT_MAX)
 
     def passes(r, v, bucket):
         clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
@@ -246,9 +250,9 @@ def _check_density(density: float | None, threshold: ArrayLike | None, capacity:
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
-    """bool[n], the `count` entries of largest magnitude times certainty; entries that are clear have certainty 1."""
+    """The `count` entries of largest magnitude times certainty, bool; entries that are clear have certainty 1."""
     certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
-    return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count), len(r))
+    return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count))
 
 
 def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple[Array, Array, Array]:
@@ -259,7 +263,6 @@ def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple
         scales = jnp.zeros(len(bucket.segments), jnp.uint32)
     else:
         passed, peak = pack_mask_and_peak(clear, r)
-        peaks = jax.ops.segment_max(peak, leaf_of_word, len(bucket.segments), indices_are_sorted=True)
-        scales = code.to_scale(peaks)
-    smallest = jnp.repeat(code.smallest(scales)[leaf_of_word], LANES)[: len(r)]
+        scales = code.to_scale(leaf_groups(bucket).reduce_words(peak, jnp.max))
+    smallest = code.smallest(scales)[leaf_of_word].reshape(-1, 1, LANES)
     return passed, passed & pack_mask(jnp.abs(r) >= smallest), scales

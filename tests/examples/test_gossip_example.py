@@ -31,13 +31,13 @@ def test_it_writes_table_plot_and_curves(tmp_path):
 
     record = json.loads((out / "gossip.json").read_text())
     dense, swarm = (training["epochs"] for training in record["runs"])
-    entries = 76_096  # 76,074 parameters, and the leaf of 10 as 32
+    parameters, entries = 76_074, 76_096  # in codes the leaf of 10 counts as 32
     steps = 3 * (1437 // 4 // 32)
     assert [row["step"] for row in dense] == [steps // 3, 2 * steps // 3, steps]
-    assert dense[-1]["bits"] == steps * 32 * entries * 2 * 3 / 4  # of a ring all-reduce
+    assert dense[-1]["bits"] == steps * 32 * parameters * 2 * 3 / 4  # of a ring all-reduce
     # A model of 8 bits an entry every fourth step, the first one in full, and agreements.
     exchanges = steps // 4
-    least = 8 * entries * exchanges + 32 * entries
+    least = 8 * entries * exchanges + 32 * parameters
     assert least < swarm[-1]["bits"] < 1.05 * least
     assert dense[-1]["consensus_distance"] < 1e-6 < swarm[-1]["consensus_distance"]
     assert swarm[-1]["repeated"] == 0

@@ -16,8 +16,8 @@ from gcjax import gossip
 from gcjax.gossip._matchings import matchings
 
 KEY = jax.random.key(7)
-SHAPES = {"a": (40,), "b": (3, 5)}  # in a bucket of 64 + 15 entries
-BUCKET = 79
+SHAPES = {"a": (40,), "b": (3, 5)}  # of 2 + 1 mask words
+BUCKET = 55
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 

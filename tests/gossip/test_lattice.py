@@ -1,22 +1,45 @@
 """The modulo lattice against an oracle in Python's integers: words, bound, detection, bias."""
 
+import functools
 import math
 
 import jax
 import numpy as np
 import pytest
 
-from gcjax.gossip._lattice import decode, encode, lattice_points, margin, scale_for
+from gcjax._kernels.buckets import vector_bucket
+from gcjax.gossip import _lattice
+from gcjax.gossip._lattice import margin, scale_for
 
 BITS = [4, 8, 16]
 KEY = jax.random.key(5)
 SIZE, CASES = 100, 2000
-
-encode = jax.jit(encode, static_argnums=2)
-decode = jax.jit(decode, static_argnums=3)
-decode_rows = jax.jit(jax.vmap(decode, (None, 0, None, None)), static_argnums=3)
-points_of = jax.jit(lattice_points)
+WORDS = 4
 scale_for = jax.jit(scale_for, static_argnums=1)
+
+
+def joined(x, padding=0):
+    return vector_bucket(len(x)).join([x - padding]) + padding if np.ndim(x) else x
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def encode(x, scale, bits, key):
+    return _lattice.encode(joined(x), joined(scale, 1), bits, key, vector_bucket(len(x)).words)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def decode(words, reference, scale, bits):
+    values, right = _lattice.decode(words, joined(reference), joined(scale, 1), bits)
+    return vector_bucket(len(reference)).split(values)[0], right
+
+
+@jax.jit
+def points_of(x, scale, key):
+    points, in_range = _lattice.lattice_points(joined(x), joined(scale, 1), key)
+    return vector_bucket(len(x)).split(points)[0], in_range
+
+
+decode_rows = jax.jit(jax.vmap(decode, (None, 0, None, None)), static_argnums=3)
 
 
 def normal(size, seed=0):
@@ -24,9 +47,10 @@ def normal(size, seed=0):
 
 
 def checksum(points):
-    """The sum of one hash for each place and integer, in Python's integers."""
-    total = 0
-    for place, z in enumerate(points):
+    """The sum of one hash for each place of a block and its integer, in Python's integers."""
+    block, entry, total = np.zeros(4096, int), np.arange(SIZE), 0
+    block[entry // WORDS * 128 + entry % WORDS] = points
+    for place, z in enumerate(block):
         h = (int(z) + place * 0x9E3779B1) % 2**32
         h = (h ^ h >> 16) * 0x7FEB352D % 2**32
         h = (h ^ h >> 15) * 0x846CA68B % 2**32
@@ -46,12 +70,12 @@ def test_words_and_values_match_the_oracle(bits):
     scale, x = 0.25, normal(SIZE)
     points = np.asarray(points_of(x, scale, KEY)[0])
     words = np.asarray(encode(x, scale, bits, KEY))
-    assert len(words) == 1 + bits * 32
+    assert len(words) == 1 + bits * WORDS
     assert words[0] == checksum(points)
     near = x + np.float32(scale) * (-1) ** np.arange(SIZE, dtype=np.float32) * 2 ** (bits - 2)
     for i, z in enumerate(points):
         assert abs(int(z) * scale - float(x[i])) < scale
-        last = sum((int(words[1 + 32 * b + i // 32]) >> i % 32 & 1) << b for b in range(bits))
+        last = sum((int(words[1 + WORDS * b + i % WORDS]) >> i // WORDS & 1) << b for b in range(bits))
         assert last == z % 2**bits
         if bits < 16:
             assert nearest_with_last_bits(last, float(near[i]), scale, bits) == z
@@ -108,7 +132,7 @@ def test_checksum_fails_exactly_where_values_are_wrong():
 def test_corrupted_words_are_rejected():
     x, scale = normal(SIZE, 7), 2.0**-5
     words = np.asarray(encode(x, scale, 8, KEY))
-    for k in (0, 1, 2, 33, 34):
+    for k in (0, 1, 2, 31, 32):
         changed = words.copy()
         changed[k] ^= np.uint32(1 << 7)
         assert not decode(changed, x, scale, 8)[1]
@@ -127,7 +151,7 @@ def test_values_out_of_range_are_rejected(bad):
 def test_rounding_is_unbiased():
     x = np.array([0.3, -0.3, 7.99, -123.456, 2.0**22 + 0.5, 3e8, 0.0], np.float32)
     keys = jax.random.split(KEY, 4000)
-    draws = np.asarray(jax.jit(jax.vmap(lambda key: lattice_points(x, 1.0, key)[0]))(keys), np.float64)
+    draws = np.asarray(jax.jit(jax.vmap(lambda key: points_of(x, 1.0, key)[0]))(keys), np.float64)
     part = x.astype(np.float64) % 1
     error = np.sqrt(part * (1 - part) / 4000)
     assert (np.abs(draws.mean(0) - x) <= 5 * error).all()
@@ -166,4 +190,4 @@ def test_bad_bits_raise(bits, error):
     with pytest.raises(error, match="bits must be"):
         jax.eval_shape(lambda x: encode.__wrapped__(x, 1.0, bits, KEY), np.zeros(1, np.float32))
     with pytest.raises(error, match="bits must be"):
-        decode.__wrapped__(np.zeros(129, np.uint32), np.zeros(1, np.float32), 1.0, bits)
+        decode.__wrapped__(np.zeros(9, np.uint32), np.zeros(1, np.float32), 1.0, bits)

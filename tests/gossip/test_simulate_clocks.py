@@ -107,7 +107,7 @@ def test_bits_of_pairs():
     curves = simulate(world=gossip.World(LINK, delay=0.002))
     assert np.array_equal(curves.bits, 2 * 32 * SIZE * curves.events / NODES)
     assert curves.gradients.tolist() == [0.0, 20.0, 40.0]
-    # A checksum, a scale and 8 masks of 1024 bits for a message; 96 bits more for each that is sent again in full.
+    # A checksum, a scale and 8 masks of 32 bits for a message; 96 bits more for each that is sent again in full.
     curves = simulate(bits=8)
     assert curves.resent[-1] > 0
-    assert np.allclose(curves.bits, (2 * (64 + 8192) * curves.events + 32 * SIZE * curves.resent) / NODES)
+    assert np.allclose(curves.bits, (2 * (64 + 256) * curves.events + 32 * SIZE * curves.resent) / NODES)

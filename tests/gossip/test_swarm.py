@@ -53,7 +53,7 @@ def test_an_exchange_moves_one_model():
 def test_lattice_exchange_moves_bits_and_one_agreement():
     run = swarm(8, bits=8).restart()
     moved = run.collectives()
-    words = 1 + 8 * 32
+    words = 1 + 8 * 3
     packed = [c for c in moved if c.what == ("u32", words)]
     whole = [c for c in moved if c.what == ("f32", BUCKET)]
     agreements = [c for c in moved if c.kind == "all-reduce"]

@@ -31,7 +31,7 @@ def test_two_keys_give_independent_bits(other):
 
 
 def test_uniform_numbers_fill_the_interval_evenly():
-    u = np.asarray(hashing.uniform(jax.random.key(4), N))
+    u = np.asarray(hashing.uniform(jax.random.key(4), jnp.arange(N)))
     assert u.dtype == np.float32
     assert u.min() >= 0
     assert u.max() < 1

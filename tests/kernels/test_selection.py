@@ -17,19 +17,24 @@ LARGE = 200_003  # above 2 * SAMPLE, where the search begins with a sample
 
 
 def numpy_top_k(x, k):
-    """The mask of the k entries of largest magnitude, of equal ones the first; nothing below the normal range."""
-    order = np.lexsort((np.arange(len(x)), -np.abs(x)))[:k]
+    """The k entries of largest magnitude, of equal ones the lowest index; nothing below the normal range."""
+    place = np.arange(len(x))
+    index = 32 * (place // 4096 * 128 + place % 128) + place // 128 % 32
     mask = np.zeros(len(x), bool)
-    mask[order] = True
+    mask[np.lexsort((index, -np.abs(x)))[:k]] = True
     return mask & (np.abs(x) >= bits.TINY)
+
+
+def flat(words, size):
+    return bits.unpack_mask(words).reshape(-1)[:size]
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def top_k_static(x, k):
-    return bits.unpack_mask(selection.top_k_mask(x, k), len(x))
+    return flat(selection.top_k_mask(bits.to_blocks(x), k), len(x))
 
 
-top_k_traced = jax.jit(lambda x, k: bits.unpack_mask(selection.top_k_mask(x, k), len(x)))
+top_k_traced = jax.jit(lambda x, k: flat(selection.top_k_mask(bits.to_blocks(x), k), len(x)))
 
 
 def test_max_nonzero_limits_the_search():
@@ -38,7 +43,7 @@ def test_max_nonzero_limits_the_search():
     filled = rng.choice(5000, 300, replace=False)
     x[filled] = 2.0 ** rng.integers(-3, 3, 300) * rng.choice([-1, 1], 300)  # ties, as coded values have
     for k in (1, 40, 299, 300, 400):
-        mask = bits.unpack_mask(selection.top_k_mask(jnp.asarray(x), k, max_nonzero=320), 5000)
+        mask = flat(selection.top_k_mask(bits.to_blocks(jnp.asarray(x)), k, max_nonzero=320), 5000)
         np.testing.assert_array_equal(mask, numpy_top_k(x, k))
 
 
@@ -80,7 +85,7 @@ def test_the_search_from_a_sample_is_exact(kind, k):
 
 @functools.partial(jax.jit, static_argnums=0)
 def keep_largest(limit, x, mask):
-    return bits.unpack_mask(selection.keep_largest(limit, x, bits.pack_mask(mask)), len(x))
+    return flat(selection.keep_largest(limit, bits.to_blocks(x), bits.pack_mask(bits.to_blocks(mask))), len(x))
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "mostly zero"])
@@ -100,7 +105,7 @@ def test_keep_largest_of_few_keeps_all(monkeypatch):
     mask = np.arange(LARGE) % 3 > 0
     np.testing.assert_array_equal(keep_largest(LARGE, x, mask), mask)
     monkeypatch.setattr(selection, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
-    got = jax.jit(lambda x: bits.unpack_mask(selection.keep_largest(300, x, bits.pack_mask(mask)), len(x)))(x)
+    got = jax.jit(lambda x: keep_largest.__wrapped__(300, x, mask))(x)  # traced anew
     np.testing.assert_array_equal(got, numpy_top_k(np.where(mask, x, 0), 300))
 
 
@@ -108,7 +113,7 @@ def test_a_bracket_that_misses_falls_back_to_the_whole(monkeypatch):
     """With a sample that sees only small entries."""
     monkeypatch.setattr(selection, "scatter_positions", lambda size, count, step: jnp.zeros(count, jnp.int32))
     x = np.arange(1, LARGE + 1, dtype=np.float32)
-    got = jax.jit(lambda x: bits.unpack_mask(selection.top_k_mask(x, 300), len(x)))(x)
+    got = jax.jit(lambda x: top_k_static.__wrapped__(x, 300))(x)  # traced anew
     np.testing.assert_array_equal(got, numpy_top_k(x, 300))
 
 
@@ -126,8 +131,9 @@ def _largest_in_loops(jaxpr, inside=False):
 
 
 def test_the_sampled_search_does_not_loop_over_all_entries():
-    jaxpr = jax.make_jaxpr(lambda x: selection.kth_magnitude(x, 2000))(jnp.zeros(LARGE)).jaxpr
-    (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    jaxpr = jax.make_jaxpr(lambda x: selection.kth_magnitude(x, 2000))(jnp.zeros((49, 32, 128))).jaxpr
+    choices = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    (choice,) = [eqn for eqn in choices if all(_largest_in_loops(b.jaxpr) for b in eqn.params["branches"])]
     whole, few = choice.params["branches"]
     assert _largest_in_loops(whole.jaxpr) >= LARGE
     assert _largest_in_loops(few.jaxpr) < LARGE / 16
@@ -136,47 +142,56 @@ def test_the_sampled_search_does_not_loop_over_all_entries():
     )
 
 
-@pytest.mark.parametrize("sizes", [[1], [32, 64], [90, 1, 33, 65], [5, 2000, 31]])
+def word_of(size):
+    """The mask word of each entry of a leaf, counted from the leaf's first."""
+    entry = np.arange(size)
+    return entry // 4096 * 128 + entry % 128 if size >= 32_768 else entry % -(-size // 32)
+
+
+@pytest.mark.parametrize("sizes", [[1], [32, 64], [90, 1, 33, 65], [5, 2000, 31], [40, 33_000, 5000]])
 def test_group_sums_and_maxima_equal_numpy(sizes):
     rng = np.random.default_rng(sum(sizes))
-    bucket = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
-    leaves = [rng.integers(-9, 10, n).astype(np.float32) for n in sizes]
-    flat = np.zeros(bucket.size, np.float32)
-    for s, leaf in zip(bucket.segments, leaves, strict=True):
-        flat[s.offset : s.offset + s.size] = leaf
-    for groups, parts in (
-        (grouping.leaf_groups(bucket), leaves),
-        (grouping.whole_group(bucket), [np.concatenate(leaves)]),
-        (grouping.block_groups(bucket, 32), [leaf[i : i + 32] for leaf in leaves for i in range(0, len(leaf), 32)]),
-        (grouping.block_groups(bucket, 64), [leaf[i : i + 64] for leaf in leaves for i in range(0, len(leaf), 64)]),
+    (bucket,) = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets
+    leaves = [rng.integers(-9, 10, s.size).astype(np.float32) for s in bucket.segments]
+    x = bucket.join(leaves)
+
+    def in_runs(words):
+        """The groups of every entry, as long as no group has more words than that."""
+        runs = [word_of(len(leaf)) // words for leaf in leaves]
+        ends = np.cumsum([-(-s.words // words) for s in bucket.segments])
+        return [run + end - -(-s.words // words) for run, end, s in zip(runs, ends, bucket.segments, strict=True)]
+
+    for groups, owners in (
+        (grouping.leaf_groups(bucket), in_runs(1 << 20)),
+        (grouping.whole_group(bucket), [np.zeros(len(leaf), int) for leaf in leaves]),
+        (grouping.block_groups(bucket, 32), in_runs(1)),
+        (grouping.block_groups(bucket, 96), in_runs(3)),
     ):
-        assert len(groups) == len(parts)
-        sums, squares = groups.sums(jnp.asarray(flat), jnp.asarray(flat) ** 2)
-        (maxima,) = groups.maxima(jnp.abs(flat))
-        np.testing.assert_array_equal(sums, [p.sum() for p in parts])
-        np.testing.assert_array_equal(squares, [(p**2).sum() for p in parts])
-        np.testing.assert_array_equal(maxima, [np.abs(p).max() for p in parts])
-        np.testing.assert_array_equal(groups.counts(), [len(p) for p in parts])
-        spread = np.broadcast_to(groups.per_entry(jnp.arange(len(parts), dtype=jnp.float32)), bucket.size)
-        owners = np.concatenate([np.full(len(p), i) for i, p in enumerate(parts)])
-        valid = np.asarray(bits.unpack_mask(jnp.asarray(bucket.valid_words()), bucket.size))
-        assert valid.sum() == sum(sizes)
-        np.testing.assert_array_equal(spread[valid], owners)
+        owner, entries = np.concatenate(owners), np.concatenate(leaves)
+        sums, squares = groups.sums(x, x**2)
+        (maxima,) = groups.maxima(jnp.abs(x))
+        np.testing.assert_array_equal(sums, np.bincount(owner, entries, len(groups)))
+        np.testing.assert_array_equal(squares, np.bincount(owner, entries**2, len(groups)))
+        expected = np.zeros(len(groups))
+        np.maximum.at(expected, owner, np.abs(entries))
+        np.testing.assert_array_equal(maxima, expected)
+        np.testing.assert_array_equal(groups.counts(), np.bincount(owner, minlength=len(groups)))
+        spread = jnp.broadcast_to(groups.per_entry(jnp.arange(len(groups), dtype=jnp.float32)), bucket.shape)
+        jax.tree.map(np.testing.assert_array_equal, list(bucket.split(spread)), owners)
 
 
 def test_a_sampled_threshold_lets_the_wanted_share_pass():
-    bucket = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets[0]
-    groups = grouping.leaf_groups(bucket)
+    (bucket,) = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets
     rng = np.random.default_rng(0)
-    x = rng.normal(size=bucket.size).astype(np.float32) * np.repeat(
-        [1, 100, 1], [150_016, 70_016, bucket.size - 220_032]
-    )
-    samples = selection.sampled(jnp.asarray(x), groups, 4096, jnp.int32(3))
+    leaves = [
+        scale * rng.normal(size=size).astype(np.float32) for size, scale in ((150_000, 1), (70_000, 100), (10, 1))
+    ]
+    samples = selection.sampled(bucket.join(leaves), bucket, 4096, jnp.int32(3))
     assert samples.shape == (3, 4096)
-    np.testing.assert_array_equal(samples[2, :10], x[220_032:220_042])  # a small group is taken whole
+    np.testing.assert_array_equal(samples[2, :10], leaves[2])  # a small leaf is taken whole
     assert not np.asarray(samples[2, 10:]).any()
-    threshold = np.asarray(selection.quantile_threshold(samples, jnp.array([4096, 4096, 10]), 0.05))
-    for g, (begin, size) in enumerate([(0, 150_000), (150_016, 70_000)]):
-        share = (np.abs(x[begin : begin + size]) >= threshold[g]).mean()
+    thresholds = np.asarray(selection.quantile_threshold(samples, jnp.array([4096, 4096, 10]), 0.05))
+    for leaf, threshold in zip(leaves[:2], thresholds, strict=False):
+        share = (np.abs(leaf) >= threshold).mean()
         assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / 4096) ** 0.5)
-    assert threshold[2] == np.abs(x[220_032:220_042]).max()
+    assert thresholds[2] == np.abs(leaves[2]).max()

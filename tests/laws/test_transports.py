@@ -46,10 +46,10 @@ def moved(make, workers, transport):
 
 
 def test_reduce_scatter_moves_less_than_three_payloads():
-    payload = 4 * 2048  # bytes: one word an entry
+    payload = 4 * 8192  # bytes: one word an entry
 
     def strom(transport):
-        return gcjax.strom_compress(0.1, capacity=2048, transport=transport)
+        return gcjax.strom_compress(0.1, capacity=8192, transport=transport)
 
     for workers in (2, 4, 8, 64):
         assert moved(strom, workers, "all_gather") == pytest.approx((workers - 1) * payload, rel=0.01)
@@ -114,17 +114,21 @@ def test_no_entry_starves_in_a_small_payload(transport):
     assert (sent > 0).all()
 
 
+def words_of_first():
+    """The numbers of the two words, of four, that owner 0 of 2 gets."""
+    return np.flatnonzero(np.asarray(owner_of(np.arange(4), 2)[0]) == 0)
+
+
 def test_sums_not_passed_on_wait_in_the_owners_residual():
     # Owner 0 gets 32 ones from worker 0 and 32 twos from worker 1, and may pass on 32.
     tx = gcjax.top_k_compress(64 / 128, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(128, np.float32)}, 2)
     g = np.zeros((2, 128), np.float32)
-    owner = np.asarray(owner_of(np.arange(4), 2)[0]).repeat(32)
-    of_first = np.flatnonzero(owner == 0)
-    g[0, of_first[:32]], g[1, of_first[32:]] = 1.0, 2.0
+    first, second = (np.arange(word, 128, 4) for word in words_of_first())  # a word is every fourth entry
+    g[0, first], g[1, second] = 1.0, 2.0
     update = runner.step({"a": g})["a"][0]
-    np.testing.assert_array_equal(update[of_first[:32]], 0)
-    np.testing.assert_array_equal(update[of_first[32:]], 1.0)
+    np.testing.assert_array_equal(update[first], 0)
+    np.testing.assert_array_equal(update[second], 1.0)
     np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [32**0.5, 0.0], rtol=1e-6)
 
 
@@ -133,9 +137,10 @@ def test_returned_sums_join_the_rounding_error():
     tx = gcjax.variance_compress(1e-6, feedback=True, capacity=64, transport="reduce_scatter", axis_name="data")
     runner = Runner(tx, {"a": np.zeros(32, np.float32), "b": np.zeros(96, np.float32)}, 2)
     g = np.zeros((2, 128), np.float32)
-    of_first = np.flatnonzero(np.asarray(owner_of(np.arange(4), 2)[0]).repeat(32) == 0)
-    assert of_first[32] >= 32  # its second word lies in the second leaf
-    g[1, of_first[:32]], g[0, of_first[32:]] = 6.0, 3.0
+    entries = [np.arange(32), *(np.arange(32 + k, 128, 3) for k in range(3))]  # of each word: the second leaf has three
+    first, second = words_of_first()
+    assert second > 0  # its second word lies in the second leaf
+    g[1, entries[first]], g[0, entries[second]] = 6.0, 3.0
     runner.step({"a": g[:, :32], "b": g[:, 32:]})
     np.testing.assert_allclose(gcjax.info(runner.state).residual_norm, [3 * 32**0.5, 2 * 32**0.5], rtol=1e-6)
 

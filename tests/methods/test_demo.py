@@ -127,15 +127,15 @@ def divided(shape, chunk=64):
 @pytest.mark.parametrize("shape", [(1,), (2,), (7,), (64,), (64, 64), (5, 3, 4), (90, 100)])
 def test_coefficients_equal_scipys_and_are_invertible(shape):
     bucket = bucket_of(shape)
-    x = RNG.normal(size=bucket.size).astype(np.float32)
-    (coefficients,) = demo._coefficients(jnp.asarray(x), bucket, 64)
+    x = RNG.normal(size=shape).astype(np.float32)
+    (coefficients,) = demo._coefficients([jnp.asarray(x)], bucket, 64)
     (down, across), (height, width) = divided(shape)
     chunks = x.reshape(down, height, across, width).swapaxes(1, 2)
     truth = scipy.fft.dctn(chunks.astype(np.float64), type=2, norm="ortho", axes=(2, 3)).swapaxes(2, 3).reshape(-1)
     unit = demo._cosines(height)[1] * demo._cosines(width)[1]
     assert np.frexp(unit)[0] == 0.5
     np.testing.assert_allclose(unit * np.asarray(coefficients), truth, atol=2e-6 * np.abs(truth).max())
-    np.testing.assert_allclose(demo._entries([coefficients], bucket, 64), x, atol=2e-6)
+    np.testing.assert_allclose(demo._leaves([coefficients], bucket, 64)[0], x, atol=2e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 64, 255, 256])
@@ -185,7 +185,8 @@ def test_words_by_hand():
     tx = gcjax.demo_compress(top_k=1, chunk=2)
     (words,), info = messages(tx, g)
     # Index 0 of the chunk with one entry, index 0 of the first pair (its sum), index 1 of the second (its difference).
-    assert words[:2].tolist() == [0, 1]
+    # The third index shares a word with the first.
+    assert words[:2].tolist() == [1 << 16, 0]
     np.testing.assert_allclose(words[2:].view(np.float32), [-7, 4 / 2**0.5 / 2, 5 / 2**0.5 / 2], rtol=1e-6)
     assert info.payload_bits == 3 * 48
     assert info.sent == 3

@@ -142,8 +142,9 @@ def run(tx, gradients):
     return updates, state
 
 
-def bucket_state(state):
-    return state.buckets.value[0]
+def residual(state):
+    """Of the only worker and leaf."""
+    return residuals(state, 1, [0])[0][0]
 
 
 def test_five_steps_by_hand():
@@ -158,7 +159,8 @@ def test_five_steps_by_hand():
     tx = gcjax.dgc_compress(0.34, momentum=0.5, dense_below=0)
     updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
     np.testing.assert_array_equal(updates, [sent for _, sent in trace])
-    v, u = bucket_state(state).settled()
+    (bucket,) = state.buckets.value
+    v, u = (bucket.bucket.split(x)[0] for x in bucket.settled())
     np.testing.assert_array_equal(u, [0, 0, 0.5])
     np.testing.assert_array_equal(v, [0, 0, 1.5])
 
@@ -173,7 +175,7 @@ def test_three_nesterov_steps_by_hand():
     tx = gcjax.dgc_compress(0.5, momentum=0.5, nesterov=True, dense_below=0)
     updates, state = run(tx, [jnp.array(g, jnp.float32) for g, _ in trace])
     np.testing.assert_array_equal(updates, [sent for _, sent in trace])
-    np.testing.assert_array_equal(bucket_state(state).residual, [0, 1.5])
+    np.testing.assert_array_equal(residual(state), [0, 1.5])
 
 
 def test_without_masking_momentum_outlives_sending():
@@ -189,7 +191,7 @@ def test_words_by_hand():
     given, info = messages(gcjax.dgc_compress(0.5, dense_below=3), g)
     (payload,) = given  # `messages` does not record the mean of the small leaf
     assert len(payload) == 1 + 32 + 32
-    assert payload[[0, 1, 2]].tolist() == [2, 33, 35]  # the matrix begins at entry 32
+    assert payload[[0, 1, 2]].tolist() == [2, 33, 35]  # the matrix is the second word
     assert [hex(w) for w in payload[[33, 34]]] == ["0xc1000000", "0x40000000"]  # -8 and 2
     assert (info.selected[0], info.sent[0], info.capacity) == (4, 4, 34)
     assert info.payload_bits == 32 + 2 * 64 + 2 * 32
@@ -253,6 +255,14 @@ def test_a_model_of_small_leaves_is_sent_whole():
     assert gcjax.info(state).residual_norm == 0
 
 
+def test_small_leaves_take_no_places_of_a_large_one():
+    g = {"bias": jnp.full(40, 100.0), "matrix": jax.random.normal(jax.random.key(0), (500, 400))}
+    tx = gcjax.dgc_compress(0.001)
+    updates, _ = jax.jit(tx.update)(g, tx.init(g))
+    np.testing.assert_array_equal(updates["bias"], g["bias"])
+    assert np.count_nonzero(updates["matrix"]) == 200
+
+
 def test_without_momentum_it_is_top_k_to_the_bit():
     gradients = list(jax.random.normal(jax.random.key(0), (5, 341)))
     ours, _ = run(gcjax.dgc_compress(0.05, momentum=0.0, dense_below=0), gradients)
@@ -265,7 +275,7 @@ def test_without_masking_updates_sum_to_momentum_sgd():
 
     def lost(masking):
         updates, state = run(gcjax.dgc_compress(0.05, masking=masking, dense_below=0), gradients)
-        return np.abs(sum(updates) + bucket_state(state).residual - sum(momentum_sgd)).max()
+        return np.abs(sum(updates) + residual(state) - sum(momentum_sgd)).max()
 
     assert lost(masking=False) < 1e-4
     assert lost(masking=True) > 1
@@ -320,7 +330,7 @@ def test_a_peak_between_the_probed_steps_overflows():
     assert info.selected[0] == 500
     assert info.sent[0] in range(33, 65)
     assert info.overflow[0] == 500 - info.sent[0]
-    np.testing.assert_allclose(sum(updates) + bucket_state(state).residual, sum(gradients[:4]), atol=1e-5)
+    np.testing.assert_allclose(sum(updates) + residual(state), sum(gradients[:4]), atol=1e-5)
 
 
 def test_momentum_may_be_scheduled_with_inject_hyperparams():

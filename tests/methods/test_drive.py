@@ -13,7 +13,7 @@ import scipy.stats
 from harness import Runner, messages
 from optimum import decaying, distance_after_training
 from oracle import hash_bits
-from rows import OFFSETS, Row, seed_words
+from rows import INDICES, Row, seed_words
 
 import gcjax
 from gcjax.methods import drive
@@ -28,10 +28,9 @@ def sylvester(d):
     return np.array([[(-1.0) ** (i & j).bit_count() for j in range(d)] for i in range(d)])
 
 
-def signs_of(words, count):
-    """The signs of a rotation: that of entry i is negative where bit i % 32 of the hash of i // 32 is set."""
-    hashes = hash_bits(words, np.arange(-(-count // 32)))
-    return np.array([-1.0 if int(hashes[i // 32]) >> (i % 32) & 1 else 1.0 for i in range(count)])
+def signs_of(words, index):
+    """The signs of a rotation at index i of the wire: negative where bit i % 32 of the hash of i // 32 is set."""
+    return np.where(hash_bits(words, index // 32) >> (index % 32).astype(np.uint32) & 1, -1.0, 1.0)
 
 
 def quantised(u, levels):
@@ -51,10 +50,10 @@ class DriveOracle:
         del squares
         mean = [np.zeros(n) for n in self.sizes]
         for w, leaves in enumerate(gradients):
-            signs = signs_of(seed_words(KEY, self.steps, rank=w), OFFSETS[-1] + self.sizes[-1])
-            for i, (g, begin) in enumerate(zip(leaves, OFFSETS, strict=True)):
+            words = seed_words(KEY, self.steps, rank=w)
+            for i, g in enumerate(leaves):
                 x = g + self.errors[w][i]
-                y = x if len(x) < BLOCK else self.decoded(x, signs[begin : begin + len(x)])
+                y = x if len(x) < BLOCK else self.decoded(x, signs_of(words, INDICES[i]))
                 mean[i] += y / len(gradients)
                 if self.feedback:
                     self.errors[w][i] = x - y
@@ -114,8 +113,8 @@ def relative_error(y, x):
 @pytest.mark.parametrize("block", drive.BLOCKS)
 def test_hadamard_equals_scipys_and_is_its_own_inverse(block):
     x = np.random.default_rng(0).integers(-8, 9, (2, block)).astype(np.float32)  # sums stay exact
-    z = drive._hadamard(jnp.asarray(x).reshape(-1), block)
-    np.testing.assert_array_equal(np.asarray(drive._hadamard(z, block)).reshape(2, block), block * x)
+    z = drive._hadamard(jnp.asarray(x))
+    np.testing.assert_array_equal(drive._hadamard(z), block * x)
     if block <= 4096:
         side = math.isqrt(block)
         in_order = np.asarray(z).reshape(2, side, side).swapaxes(1, 2).reshape(2, block)
@@ -176,7 +175,8 @@ def test_the_larger_of_two_entries_becomes_too_large():
 
 def test_entries_that_cancel_when_rotated_are_sent_as_plus():
     """Half of the rotated entries are 0. Sent as plus, they add entries 0 and 7 ^ 200 to the update."""
-    signs = signs_of(seed_words(KEY, 0, rank=0), 256)
+    entry = np.arange(256)
+    signs = signs_of(seed_words(KEY, 0, rank=0), entry % 8 * 32 + entry // 8)
     expected = np.zeros(256)
     expected[[7, 200]] = 1
     expected[0], expected[7 ^ 200] = signs[0], -signs[7] * signs[200] * signs[7 ^ 200]
@@ -199,19 +199,17 @@ def test_words_by_hand():
     tx = gcjax.drive_compress(bits=2, key=KEY)
     (words,), info = messages(tx, g)
     seeds = seed_words(KEY, 0, rank=0)
-    hashes = hash_bits(seeds, np.arange(11))
-    flipped = [int(hashes[i // 32]) >> (i % 32) & 1 for i in (1, 320, 321)]
+    flipped = signs_of(seeds, np.array([32, 320, 321])) < 0
     assert words[:2].tolist() == seeds.tolist()
     assert words[2:4].view(np.float32).tolist() == [-1.0 if flipped[1] else 1.0, 2.0 if flipped[2] else -2.0]
     # All rotated entries are 3 / 16, the upper level. 300 entries make two blocks, the second one of zeros.
     scale = words[4:6].view(np.float32)
     assert scale[0] == pytest.approx(3 / 256 / 1.5104, rel=1e-6)
     assert scale[1] == 0
-    level, sign = words[6:].reshape(2, 32)
-    assert level[:8].tolist() == [0xFFFFFFFF] * 8
-    assert level[8:16].tolist() == [0] * 8
+    level, sign = words[6:].reshape(2, 16)  # in rows of 16
+    assert level.tolist() == [0xFFFF] * 16
     # Row 1 of the Hadamard matrix alternates; the entries of the block are in columns of 16.
-    assert sign[:8].tolist() == [0x0000FFFF if flipped[0] else 0xFFFF0000] * 8
+    assert sign.tolist() == [0x5555 if flipped[0] else 0xAAAA] * 16
     assert info.payload_bits == 64 + 2 * 32 + 2 * 32 + 2 * 2 * 256
 
 

@@ -85,7 +85,7 @@ def test_words_by_hand():
 
 
 def test_a_small_model_sends_exactly_the_density():
-    # 33 leaves of 33 entries, each followed by 31 of padding: ceil(0.07 * 1089) = 77.
+    # 33 leaves of 33 entries in two words each: ceil(0.07 * 1089) = 77.
     values = np.random.default_rng(0).permutation(np.arange(1, 1090, dtype=np.float32)).reshape(33, 33)
     sent = once(gcjax.drop_compress(0.07, capacity=96), list(values))
     np.testing.assert_array_equal(sent, np.where(values > 1089 - 77, values, 0))
@@ -94,7 +94,7 @@ def test_a_small_model_sends_exactly_the_density():
 def test_the_threshold_is_the_quantile_within_sampling_error():
     bucket = bucket_of(N)
     x = jax.random.normal(jax.random.key(0), (N,))
-    share = jax.jit(lambda step: jnp.mean(jnp.abs(x) >= drop._of_all(x, step, bucket, DENSITY)))
+    share = jax.jit(lambda step: jnp.mean(jnp.abs(x) >= drop._of_all(bucket.join([x]), step, bucket, DENSITY)))
     shares = np.array([share(step) for step in range(16)])
     error = (DENSITY * (1 - DENSITY) / drop.SAMPLE) ** 0.5
     assert 0.5 * error < shares.std() < 2 * error  # each step has its own sample
@@ -104,11 +104,10 @@ def test_the_threshold_is_the_quantile_within_sampling_error():
 
 def test_padding_does_not_dilute_the_sample():
     bucket = bucket_of(*[33] * 4000)  # nearly half is padding
-    valid = np.unpackbits(bucket.valid_words().view(np.uint8), bitorder="little")[: bucket.size].astype(bool)
-    x = np.where(valid, np.random.default_rng(1).normal(size=bucket.size), 0).astype(np.float32)
-    threshold = drop._of_all(jnp.asarray(x), jnp.int32(0), bucket, 0.05)
-    share = (np.abs(x[valid]) >= threshold).mean()
-    assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE * valid.mean())) ** 0.5)
+    x = np.random.default_rng(1).normal(size=(4000, 33)).astype(np.float32)
+    threshold = drop._of_all(bucket.join(list(x)), jnp.int32(0), bucket, 0.05)
+    share = (np.abs(x) >= threshold).mean()
+    assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE * x.size / bucket.size)) ** 0.5)
 
 
 def test_layer_wise_thresholds_select_from_every_leaf():
@@ -125,13 +124,13 @@ def test_every_large_leaf_has_its_own_quantile():
     sizes, scales = (200_000, 150_000, 10), (1.0, 1000.0, 1e-6)
     rng = np.random.default_rng(2)
     leaves = [(rng.normal(size=n) * s).astype(np.float32) for n, s in zip(sizes, scales, strict=True)]
-    layout = buckets.layout_of(leaves)
-    (bucket,), (x,) = layout.buckets, buckets.flatten(layout, leaves)
-    threshold = np.asarray(drop._of_leaves(x, jnp.int32(0), bucket, 0.05))
-    for s, leaf in zip(bucket.segments[:2], leaves, strict=False):
-        share = (np.abs(leaf) >= threshold[s.offset]).mean()
+    bucket = bucket_of(*sizes)
+    thresholds = drop._of_leaves(bucket.join(leaves), jnp.int32(0), bucket, 0.05)
+    thresholds = bucket.split(jnp.broadcast_to(thresholds, bucket.shape))
+    for threshold, leaf in zip(thresholds[:2], leaves, strict=False):
+        share = (np.abs(leaf) >= threshold).mean()
         assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE // 3)) ** 0.5)
-    assert threshold[bucket.segments[2].offset] == np.abs(leaves[2]).max()
+    assert (thresholds[2] == np.abs(leaves[2]).max()).all()
 
 
 @pytest.mark.parametrize("layer_wise", [False, True])

@@ -7,17 +7,18 @@ import optax
 import pytest
 from harness import Runner, draws, residuals
 from oracle import F, hash_bits
-from rows import OFFSETS, Row, seed_words
+from rows import COLUMNS, POSITIONS, Row, seed_words
 from wire import collectives
 
 import gcjax
+from gcjax._kernels import buckets
 from gcjax.methods import random_k
 
 SEED = 5
 
 
 def drawn_entries(words, density, block, size):
-    """Entries of the flat bucket that all workers send, and one over the share that they are."""
+    """Numbers of the entries that all workers send, and one over the share that they are."""
     blocks = -(-size // block)
     count = max(1, int(density * blocks))
     first, second = (int(word) for word in hash_bits(words, [count, count + 1]))
@@ -35,15 +36,16 @@ def drawn_entries(words, density, block, size):
 class RandomKOracle:
     def __init__(self, workers, sizes, density, block, feedback):
         self.settings, self.feedback, self.sizes = (density, block), feedback, sizes
-        self.places = np.concatenate([offset + np.arange(n) for offset, n in zip(OFFSETS, sizes, strict=True)])
-        self.size = OFFSETS[-1] + sizes[-1]
-        self.residual = np.zeros((workers, len(self.places)), F)
+        position, columns = np.concatenate(POSITIONS), sum(COLUMNS)
+        self.numbers = position // 128 * columns + position % 128  # row by row, without the unused columns
+        self.size = 32 * columns
+        self.residual = np.zeros((workers, len(position)), F)
         self.steps = 0
 
     def step(self, gradients, squares):
         del squares
         entries, rarity = drawn_entries(seed_words(jax.random.key(SEED), self.steps), *self.settings, self.size)
-        here = np.isin(self.places, entries)
+        here = np.isin(self.numbers, entries)
         a = np.stack([np.concatenate(leaves) for leaves in gradients])
         if self.feedback:
             a, rarity = a + self.residual, 1.0
@@ -121,10 +123,10 @@ def test_remainders_of_64_bits_are_exact(divisor):
         assert random_k._remainder(words, divisor) == ((first << 32) + second) % divisor
 
 
-# d / k is 10 / 3 in the first case. In the second it is 5 blocks / 2; the last block has one entry instead of two.
-@pytest.mark.parametrize(("density", "block", "d", "rarity"), [(0.3, 1, 10, 10 / 3), (0.4, 2, 9, 5 / 2)])
-def test_without_feedback_it_is_unbiased(density, block, d, rarity):
-    steps, g = 20_000, np.linspace(-1, 2, d, dtype=np.float32)
+# d / k is 32 / 9 in the first case. In the second it is 7 blocks / 2; the last block has two entries instead of five.
+@pytest.mark.parametrize(("density", "block", "rarity"), [(0.3, 1, 32 / 9), (0.4, 5, 7 / 2)])
+def test_without_feedback_it_is_unbiased(density, block, rarity):
+    steps, g = 20_000, np.linspace(-1, 2, 32, dtype=np.float32)
     y = draws(gcjax.random_k_compress(density, key=KEY, block=block, feedback=False), g, steps)
     np.testing.assert_allclose(y.mean(axis=0), g, atol=5 * ((rarity - 1) * (g**2).max() / steps) ** 0.5)
     squares = ((y - g) ** 2).sum(axis=1)
@@ -133,27 +135,28 @@ def test_without_feedback_it_is_unbiased(density, block, d, rarity):
 
 
 def test_with_feedback_the_residual_contracts():
-    g = np.linspace(-1, 2, 10, dtype=np.float32)
-    tx = gcjax.random_k_compress(0.3, key=KEY)
-    state, left = tx.init(g), []
-    update = jax.jit(lambda g, state: tx.update(g, state)[1])
-    for _ in range(800):  # the gradient g - residual makes a = g in every step
-        before = np.asarray(state.buckets.value[0].residual)
-        state = update(g - before, state)
-        left.append(float((np.asarray(state.buckets.value[0].residual) ** 2).sum()))
-    expected = (1 - 0.3) * (g**2).sum()
-    assert np.mean(left) == pytest.approx(expected, abs=5 * np.std(left) / 800**0.5)
+    g = np.linspace(-1, 2, 32, dtype=np.float32)
+    tx = gcjax.random_k_compress(0.25, key=KEY)
+
+    def step(state, _):
+        (bucket,) = state.buckets.value
+        (residual,) = bucket.bucket.split(bucket.residual)
+        return tx.update(g - residual, state)[1], jnp.sum(residual**2)  # this gradient makes a = g in every step
+
+    left = np.asarray(jax.lax.scan(step, tx.init(g), length=801)[1][1:])
+    expected = (1 - 0.25) * (g**2).sum()
+    assert np.mean(left) == pytest.approx(expected, abs=5 * float(left.std()) / 800**0.5)
     assert np.std(left) > 0
 
 
 def test_workers_send_the_same_entries_new_in_each_step():
-    runner = Runner(gcjax.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(50), 3)
-    gradients, places = np.arange(1, 151, dtype=np.float32).reshape(3, 50), []
+    runner = Runner(gcjax.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(64), 3)
+    gradients, places = np.arange(1, 193, dtype=np.float32).reshape(3, 64), []
     for _ in range(4):
-        start = residuals(runner.state, 3, (50,))
+        start = residuals(runner.state, 3, (64,))
         update = runner.step(gradients)[0]
-        sent = [r[0] == 0 for r in residuals(runner.state, 3, (50,))]
-        assert sent[0].sum() == 10
+        sent = [r[0] == 0 for r in residuals(runner.state, 3, (64,))]
+        assert sent[0].sum() == 12
         assert all((here == sent[0]).all() for here in sent)
         a = gradients + [r[0] for r in start]
         np.testing.assert_allclose(update, np.where(sent[0], a.mean(axis=0), 0), rtol=1e-6)
@@ -167,28 +170,38 @@ def test_another_key_draws_other_entries():
 
 
 def test_blocks_are_sent_whole():
-    y = draws(gcjax.random_k_compress(0.3, key=KEY, block=8, feedback=False), jnp.ones(78), 60) != 0
-    padded = np.pad(y, ((0, 0), (0, 2)), constant_values=False).reshape(60, 10, 8)
-    padded[:, 9, 6:] = padded[:, 9, 5:6]  # the last block has six entries
-    assert (padded == padded[:, :, :1]).all()
-    assert (padded[:, :, 0].sum(axis=1) == 3).all()
-    assert padded[:, :, 0].any(axis=0).all()
+    y = draws(gcjax.random_k_compress(0.6, key=KEY, block=20, feedback=False), jnp.ones(96), 60) != 0
+    blocks = np.split(y, range(20, 96, 20), axis=1)  # the last one has 16 entries
+    assert all((block == block[:, :1]).all() for block in blocks)
+    assert (sum(block[:, 0].astype(int) for block in blocks) == 3).all()
+    assert all(block.any() for block in blocks)
+
+
+def test_every_parameter_has_a_number():
+    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (40_000, 300, 1, 5000)]
+    (bucket,) = buckets.layout_of(shapes).buckets
+    block, row, lane = random_k._place(jnp.arange(bucket.words * 32 + 99), bucket)
+    positions = np.asarray(4096 * block + 128 * row + lane)
+    assert len(np.unique(positions)) == len(positions)
+    assert (positions[-99:] >= bucket.size).all()
+    for s in bucket.segments:
+        assert np.isin(s.position_of(np.arange(s.size)), positions[:-99]).all()
 
 
 def test_a_block_larger_than_the_model_sends_it_all():
     tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 30)
     update, state = jax.jit(tx.update)(jnp.arange(5.0), tx.init(jnp.zeros(5)))
     assert update.tolist() == [0, 1, 2, 3, 4]
-    assert gcjax.info(state).payload_bits == 5 * 32
+    assert gcjax.info(state).payload_bits == 32 * 32  # padding included
 
 
 def test_only_the_values_are_on_the_wire():
-    params = jnp.zeros(1000)
+    params = jnp.zeros(1024)
     runner = Runner(gcjax.random_k_compress(0.05, key=KEY, axis_name="data"), params, 4)
-    found = collectives(runner.compiled_text(np.ones((4, 1000), np.float32)), 4)
-    assert [(c.kind, c.elements) for c in found if c.dtype == "f32"] == [("all-reduce", 50)]
-    runner.step(np.ones((4, 1000), np.float32))
-    assert (gcjax.info(runner.state).payload_bits == 32 * 50).all()
+    found = collectives(runner.compiled_text(np.ones((4, 1024), np.float32)), 4)
+    assert [(c.kind, c.elements) for c in found if c.dtype == "f32"] == [("all-reduce", 51)]
+    runner.step(np.ones((4, 1024), np.float32))
+    assert (gcjax.info(runner.state).payload_bits == 32 * 51).all()
 
 
 @pytest.mark.parametrize("feedback", [True, False])

@@ -64,7 +64,7 @@ def update(gradient, density):
 @jax.jit
 def selected(x, ratios):
     bucket = buckets.layout_of(x).buckets[0]
-    return bits.unpack_mask(sidco._above(x, bucket, ratios), bucket.size)
+    return bucket.split(bits.unpack_mask(sidco._above(bucket.join([x]), bucket, ratios)))[0]
 
 
 def share(x, density, stages):
@@ -114,7 +114,7 @@ def test_equal_entries_and_a_single_entry_are_sent():
 
 
 def test_padding_between_leaves_does_not_count():
-    values = np.random.default_rng(2).laplace(size=(20, 33)).astype(np.float32)  # 31 entries of padding per leaf
+    values = np.random.default_rng(2).laplace(size=(20, 33)).astype(np.float32)  # half of it padding
     apart = np.concatenate(update(list(values), 0.05))
     chosen = np.asarray(selected(values.ravel(), sidco._ratios(0.05, 3)))
     assert chosen.sum() > 20

@@ -123,7 +123,7 @@ def test_the_momentum_of_signum_by_hand():
     for g in (8.0, -4.0, -4.0, 0.0):
         updates, state = tx.update(jnp.array([g]), state)
         votes.append(float(updates[0]))
-        momenta.append(float(state.buckets.value[0].momentum[0]))
+        momenta.append(float(state.buckets.value[0].momentum[0, 0, 0]))
     assert momenta == [2.0, 0.5, -0.625, -0.46875]
     assert votes == [1.0, 1.0, -1.0, -1.0]
 

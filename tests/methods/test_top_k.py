@@ -45,7 +45,7 @@ CHAINS = {"top_k_compress": chain}
 
 
 def test_words_by_hand():
-    g = {"a": jnp.array([1.0, -8.0, 0.5]), "b": jnp.array([0.0, 2.0])}  # leaf "b" begins at entry 32
+    g = {"a": jnp.array([1.0, -8.0, 0.5]), "b": jnp.array([0.0, 2.0])}  # leaf "b" is the second word
     (payload,), info = messages(gcjax.top_k_compress(0.5), g)
     assert len(payload) == 1 + 32 + 32
     assert payload[[0, 1, 2]].tolist() == [2, 1, 33]

@@ -63,7 +63,7 @@ def test_seconds_with_two_levels_of_network():
     fast = gcjax.Link(8e9, latency=0.0, efficiency=1.0)
     found = plan("1M", 8, SLOW, 0.5, methods=["variance"], inner_workers=4, inner_link=fast)
     row = row_of(found, "variance 1/100")
-    payload = 4 * (1 + 1 + 10_016)  # count, a scale, the entries in whole 32
+    payload = 4 * 10_024  # count, a scale, the entries in whole 32 (10,016); the message in whole 8
     assert row.wire_bytes == pytest.approx(payload + 2 * 4)
     between = 0.001 + payload / 1e6 + 2 * (0.001 + 4e-6)
     inside = 2 * (2 * 3 / 4 * 4e6) / 1e9 + 3 * (2 * payload // 4) / 1e9  # gradient and squares; gathering the parts

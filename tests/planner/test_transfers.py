@@ -75,13 +75,13 @@ def test_the_largest_capacity_counts_in_every_bucket():
     once = transfers_of(tx, jnp.zeros(1024), 4, True)
     with limited_buckets(512):
         twice = transfers_of(tx, jnp.zeros(1024), 4, True)
-    assert [t for t in once if t.kind == "all_gather"] == [Transfer("all_gather", 4 * (1 + 1 + 64))]
-    assert [t for t in twice if t.kind == "all_gather"] == [Transfer("all_gather", 4 * (1 + 1 + 64))] * 2
+    assert [t for t in once if t.kind == "all_gather"] == [Transfer("all_gather", 4 * 72)]  # 1 + 1 + 64, in whole 8
+    assert [t for t in twice if t.kind == "all_gather"] == [Transfer("all_gather", 4 * 72)] * 2
 
 
 def test_each_choice_between_branches_counts_once():
     def gather(comm, size):
-        comm.gather(jnp.zeros(size, jnp.uint8))
+        comm.gather(jnp.zeros(8 * size, jnp.uint8))
 
     def update(gradient, state, params=None):
         comm = comm_for_axes(())
@@ -98,7 +98,7 @@ def test_each_choice_between_branches_counts_once():
 
     tx = optax.GradientTransformation(lambda params: (), update)
     sizes = [transfer.bytes for transfer in transfers_of(tx, jnp.zeros(1), 2, False)]
-    assert sizes == [3, 2, 3, 3, 2, 3]
+    assert sizes == [8 * size for size in (3, 2, 3, 3, 2, 3)]
 
 
 def test_transforms_without_axes_have_one_worker_outside():

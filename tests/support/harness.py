@@ -154,11 +154,10 @@ def residuals(state, workers, sizes):
     local = jax.tree.map(np.asarray, compress_state(state).buckets.stacked())
     result = []
     for w in range(workers):
-        flats = [np.asarray(_released(bucket, w).residual) for bucket in local]
-        leaves, buckets = {}, local
-        for flat, bucket in zip(flats, buckets, strict=True):
-            for s in bucket.bucket.segments:
-                leaves.setdefault(s.leaf, []).append(flat[s.offset : s.offset + s.size])
+        leaves = {}
+        for bucket in local:
+            for s, x in zip(bucket.bucket.segments, bucket.bucket.split(_released(bucket, w).residual), strict=True):
+                leaves.setdefault(s.leaf, []).append(np.ravel(x))
         result.append([np.concatenate(leaves[i]) if i in leaves else np.zeros(0) for i in range(len(sizes))])
     return result
 

@@ -7,8 +7,10 @@ products round as they do in the package.
 import math
 
 import numpy as np
+from rows import INDICES
 
 F = np.float32
+INDEX = np.concatenate(INDICES)  # on the wire, of every parameter
 FLOAT_MAX = F(np.finfo(np.float32).max)
 TINY = F(np.finfo(np.float32).tiny)
 
@@ -50,9 +52,9 @@ def uniform(words, positions):
     return (hash_bits(words, positions) >> np.uint32(8)).astype(F) * F(2.0**-24)
 
 
-def largest(magnitudes, k):
-    """Positions of the k largest of a flat array; ties go to the first. Nothing below the normal range is selected."""
-    order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+def largest(magnitudes, k, index=INDEX):
+    """Positions of the k largest; ties go to the lowest index. Nothing below the normal range is selected."""
+    order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], index[i]))
     return [i for i in order[:k] if magnitudes[i] >= TINY]
 
 
@@ -132,16 +134,15 @@ class Owners:
     """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.reduce_scatter`."""
 
     def __init__(self, workers, sizes, capacity):
-        self.workers, self.sizes, self.word_of = workers, sizes, words_of(sizes)
+        self.workers, self.sizes = workers, sizes
         wanted = capacity if isinstance(capacity, tuple) else (capacity,)
         self.slots = sorted(max(math.ceil(math.ceil(slots / 32) * 32 / workers), 32) for slots in wanted)
-        words = math.ceil((max(self.word_of) + 1) / 32) * 32
-        self.rounds = math.ceil(words / workers / 32) * 32
+        self.rounds = 128  # each owner has room for the words of one block, as it has at least one of them
         self.first_round = [0] * workers
 
     def owner(self, i):
         """The owner of parameter i, and the round in which its word was dealt."""
-        dealt_in, seat = divmod(self.word_of[i], self.workers)
+        dealt_in, seat = divmod(INDEX[i] // 32, self.workers)
         rotation = int(quick_bits(np.uint32(0), np.array([dealt_in]))[0]) % self.workers
         return (seat - rotation) % self.workers, dealt_in
 
@@ -150,7 +151,7 @@ class Owners:
         first, sent, stops = self.first_round[worker], [], []
         for owner in range(self.workers):
             by_round = {}
-            for i in sorted(chosen):
+            for i in chosen:
                 if self.owner(i)[0] == owner:
                     by_round.setdefault(self.owner(i)[1], []).append(i)
             room = self.slots[-1]
@@ -176,24 +177,14 @@ class Owners:
         back = []
         for owner in range(self.workers):
             owned = [i for i in range(len(sums)) if sums[i] != 0 and self.owner(i)[0] == owner]
-            best = [owned[j] for j in largest(np.abs(sums[owned]), slots)]
+            best = [owned[j] for j in largest(np.abs(sums[owned]), slots, INDEX[owned])]
             passed_on[best] = sums[best]
             back.append({i: F(sums[i] * F(self.workers)) for i in owned if i not in best})
         return passed_on, back
 
 
-def words_of(sizes):
-    """The mask word of every parameter in the flat bucket, in which every leaf begins at a new word."""
-    words, offset = [], 0
-    for size in sizes:
-        words += [offset + i // 32 for i in range(size)]
-        offset += -(-size // 32)
-    return words
-
-
 def keep_largest(limit, chosen, x):
-    """The `limit` chosen parameters with the largest |x|; ties go to the first. None keeps them all."""
+    """The `limit` chosen parameters with the largest |x|; ties go to the lowest index. None keeps them all."""
     if limit is None or len(chosen) <= limit:
         return chosen
-    chosen = sorted(chosen)
-    return sorted(chosen[j] for j in largest([abs(x[i]) for i in chosen], limit))
+    return [chosen[j] for j in largest([abs(x[i]) for i in chosen], limit, INDEX[chosen])]

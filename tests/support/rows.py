@@ -19,7 +19,17 @@ import optax
 # The test model: a matrix, a scalar, a vector and a kernel with three axes. No size is a multiple of 32.
 SHAPES = {"a": (20, 15), "b": (), "c": (40,), "d": (3, 9, 19)}
 SIZES = tuple(int(np.prod(shape)) for shape in SHAPES.values())  # 300, 1, 40, 513
-OFFSETS = (0, 320, 352, 416)  # where the leaves begin in the flat bucket of 929 entries
+# These leaves are small, so they share a block of 32 rows of 128. Each takes ceil(size / 32) columns, in C order.
+COLUMNS = [-(-size // 32) for size in SIZES]
+_FIRST = [sum(COLUMNS[:i]) for i in range(len(SIZES))]
+POSITIONS = [  # of each leaf's entries in the flattened block
+    np.arange(size) // width * 128 + first + np.arange(size) % width
+    for size, width, first in zip(SIZES, COLUMNS, _FIRST, strict=True)
+]
+INDICES = [  # of each leaf's entries on the wire: column by column
+    (first + np.arange(size) % width) * 32 + np.arange(size) // width
+    for size, width, first in zip(SIZES, COLUMNS, _FIRST, strict=True)
+]
 CAPACITY = (64, 320, 416, 864)
 
 METHOD_TESTS = pathlib.Path(__file__).parents[1] / "methods"

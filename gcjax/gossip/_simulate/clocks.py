@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gcjax._comm.simulated import Transfer
-from gcjax._kernels.bits import words_for
+from gcjax._kernels.buckets import vector_bucket
 from gcjax._planner.network import Link
 from gcjax._validation import check_number
 from gcjax.gossip._graphs import Graph, neighbours
@@ -64,7 +64,7 @@ def check_world(world: World, nodes: int) -> np.ndarray:
 
 def message_bits(size: int, bits: int | None) -> int:
     """Bits of a model on the wire: in full, or the lattice's words with padding and checksum, and a scale."""
-    return 32 * size if bits is None else 32 * (2 + bits * words_for(size))
+    return 32 * size if bits is None else 32 * (2 + bits * vector_bucket(size).words)
 
 
 def exchange_seconds(world: World, bits: int, nodes: int) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from gcjax._kernels.bits import TINY
+from gcjax._kernels.buckets import vector_bucket
 from gcjax._types import Array, ArrayLike, PyTree
 from gcjax.gossip._graphs import Graph
 from gcjax.gossip._lattice import decode, encode_points, lattice_points, scale_for
@@ -239,10 +240,12 @@ def _exchange(
     if bits is None:
         return half * (models[::-1] - models), distance, 0
     scale = scale_for(SLACK * jnp.maximum(jnp.maximum(distance, moved), TINY), bits)
-    key = trainer.event_key(e)
-    points, in_range = jax.vmap(lambda x, s: lattice_points(x, s, key))(models, scale)
-    words = jax.vmap(lambda z, ok: encode_points(z, ok, bits))(points, in_range)
-    decoded, right = jax.vmap(lambda w, x, s: decode(w, x, s, bits))(words[::-1], models, scale[::-1])
+    key, bucket = trainer.event_key(e), vector_bucket(models.shape[1])
+    arrays = jax.vmap(lambda x: bucket.join([x]))(models)
+    points, in_range = jax.vmap(lambda x, s: lattice_points(x, s, key))(arrays, scale)
+    words = jax.vmap(lambda z, ok: encode_points(z, ok, bits, bucket.words))(points, in_range)
+    decoded, right = jax.vmap(lambda w, x, s: decode(w, x, s, bits))(words[::-1], arrays, scale[::-1])
+    (decoded,), (points,) = jax.vmap(bucket.split)(decoded), jax.vmap(bucket.split)(points)
     received = jnp.where(right[:, None], decoded, models[::-1])
     sent = jnp.where(right[::-1, None], points.astype(jnp.float32) * scale[:, None], models)
     seen = jnp.max(jnp.abs(received - models), axis=1)
