@@ -1,7 +1,7 @@
 """Everything that a method of your own needs. The methods of gcjax use the same names.
 
-A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax
-transform of it. Most methods need less than that:
+A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax transform of
+it. Most methods need less than that:
 
 - a method that sends a code of every entry is a pair `encode`, `decode` for `gather_codec`;
 - a method that sends the entries it selects is a function `select` for `sparse_method`;

@@ -15,7 +15,7 @@ from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
-from gcjax._kernels.buckets import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
 
 

@@ -5,8 +5,8 @@ column of a block: bit r of word 128 * b + l stands for entry [b, r, l]. So word
 entries between the lanes of a vector unit, which TPUs are slow at, and a block is 4 whole tiles of a TPU's memory.
 
 The forms here are the ones that XLA's CPU backend compiles to vector code as well; others that look alike are several
-times slower. It needs three things: the arrays' own three axes in each result, reductions of at most 16 steps, and
-reductions of several operands at once (those of one operand take another way through the compiler).
+times slower. Results need the three axes, because XLA would divide for every entry to find them again. Reductions need
+few steps, which LLVM unrolls, and several operands: XLA hands those of one operand to slower code.
 """
 
 import functools

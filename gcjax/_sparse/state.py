@@ -78,7 +78,8 @@ class SparseState:
 
         In a skipped step `to_reset` stands, so the old values are not settled. The choice is made entry by entry,
         because XLA would copy the state for a conditional around the whole step. Every leaf's blocks are replaced in
-        place, so that neither the leaves nor the results have to be joined.
+        place, so that neither the leaves nor the results have to be joined. A value computed from another new value
+        costs an array of gradient length: do that in a pass of its own.
 
         Args:
           take_in: take_in(values, inputs, was_sent), of blocks [b, 32, 128], `values` settled, `was_sent` bool.

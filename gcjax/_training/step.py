@@ -19,7 +19,7 @@ from gcjax._comm.collectives import (
 )
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain
-from gcjax._kernels.buckets import path_name
+from gcjax._kernels.layout import path_name
 from gcjax._moments import value_and_moments
 from gcjax._training.consistency import check_agreement
 from gcjax._training.gradients import accumulated, batch_gradient

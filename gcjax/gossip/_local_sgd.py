@@ -17,7 +17,7 @@ import optax
 
 from gcjax._comm.collectives import dense_mean
 from gcjax._core.transform import CompressState
-from gcjax._kernels.buckets import flatten, unflatten
+from gcjax._kernels.layout import flatten, unflatten
 from gcjax._types import ArrayLike, AxisNames, PyTree
 from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
 

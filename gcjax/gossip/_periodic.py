@@ -12,7 +12,7 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
-from gcjax._kernels.buckets import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer
 from gcjax.gossip._state import GossipState, Traffic

@@ -23,9 +23,9 @@ import optax
 from jax import lax
 
 from gcjax._comm.collectives import pmax_if_axes, send
-from gcjax._kernels.buckets import layout_of
 from gcjax._kernels.groups import Groups, leaf_groups
 from gcjax._kernels.hashing import step_key
+from gcjax._kernels.layout import layout_of
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_random_key
 from gcjax.gossip._graphs import Graph, check_graph

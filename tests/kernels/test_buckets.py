@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gcjax._kernels import bits, buckets
+from gcjax._kernels import bits
+from gcjax._kernels import layout as layouts
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=6)
 LIMITS = st.sampled_from([32, 64, 96, 70_016, 1 << 28])
@@ -23,12 +24,12 @@ def test_flatten_and_unflatten_are_inverse(shapes, limit, seed):
     rng = np.random.default_rng(seed)
     dtypes = [np.float32, np.float16, jnp.bfloat16]
     tree = {str(i): jnp.asarray(rng.normal(size=s), dtypes[i % 3]) for i, s in enumerate(shapes)}
-    layout = buckets.layout_of(tree, limit)
-    flat = buckets.flatten(layout, tree)
+    layout = layouts.layout_of(tree, limit)
+    flat = layouts.flatten(layout, tree)
     assert [[x.shape for x in leaves] for leaves in flat] == [[s.shape for s in b.segments] for b in layout.buckets]
     assert all(32 * b.words <= limit for b in layout.buckets)
     assert sum(b.entries for b in layout.buckets) == sum(x.size for x in tree.values())
-    back = buckets.unflatten(layout, flat)
+    back = layouts.unflatten(layout, flat)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     for name, leaf in tree.items():
         assert back[name].dtype == leaf.dtype
@@ -40,7 +41,7 @@ def test_flatten_and_unflatten_are_inverse(shapes, limit, seed):
 @example(MIXED, 50_016)
 @given(SHAPES, LIMITS)
 def test_every_entry_has_a_place_and_no_mask_word_two_leaves(shapes, limit):
-    layout = buckets.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], limit)
+    layout = layouts.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], limit)
     for bucket in layout.buckets[:3]:
         leaves = [np.random.default_rng(s.leaf).normal(size=s.shape).astype(np.float32) for s in bucket.segments]
         expected, owner = np.zeros(bucket.size, np.float32), bucket.leaf_of_word()
@@ -61,7 +62,7 @@ def test_every_entry_has_a_place_and_no_mask_word_two_leaves(shapes, limit):
 
 
 def test_large_leaves_come_first_in_blocks_of_their_own():
-    (bucket,) = buckets.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in MIXED]).buckets
+    (bucket,) = layouts.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in MIXED]).buckets
     assert [(s.leaf, s.word, s.words) for s in bucket.segments] == [
         (1, 0, 9 * 128),
         (4, 9 * 128, 128),
@@ -77,4 +78,4 @@ def test_large_leaves_come_first_in_blocks_of_their_own():
 def test_integer_and_complex_leaves_raise(dtype):
     tree = {"dense": {"kernel": jnp.ones(3), "steps": jnp.zeros(2, dtype)}}
     with pytest.raises(TypeError, match=rf"'steps'.*{dtype}.*optax.partition"):
-        buckets.layout_of(tree)
+        layouts.layout_of(tree)

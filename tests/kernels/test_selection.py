@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcjax._kernels import bits, buckets
+from gcjax._kernels import bits, layout
 from gcjax._kernels import groups as grouping
 from gcjax._sparse import selection
 
@@ -151,7 +151,7 @@ def word_of(size):
 @pytest.mark.parametrize("sizes", [[1], [32, 64], [90, 1, 33, 65], [5, 2000, 31], [40, 33_000, 5000]])
 def test_group_sums_and_maxima_equal_numpy(sizes):
     rng = np.random.default_rng(sum(sizes))
-    (bucket,) = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets
+    (bucket,) = layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets
     leaves = [rng.integers(-9, 10, s.size).astype(np.float32) for s in bucket.segments]
     x = bucket.join(leaves)
 
@@ -181,7 +181,7 @@ def test_group_sums_and_maxima_equal_numpy(sizes):
 
 
 def test_a_sampled_threshold_lets_the_wanted_share_pass():
-    (bucket,) = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets
+    (bucket,) = layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (150_000, 70_000, 10)]).buckets
     rng = np.random.default_rng(0)
     leaves = [
         scale * rng.normal(size=size).astype(np.float32) for size, scale in ((150_000, 1), (70_000, 100), (10, 1))

@@ -13,7 +13,7 @@ from optimum import decaying, distance_after_training
 from rows import SHAPES, Row
 
 import gcjax
-from gcjax._kernels.buckets import layout_of
+from gcjax._kernels.layout import layout_of
 from gcjax.methods import demo
 
 

@@ -13,7 +13,7 @@ from oracle import TINY, SparseOracle
 from rows import Row
 
 import gcjax
-from gcjax._kernels import buckets
+from gcjax._kernels import layout
 from gcjax.methods import drop
 
 
@@ -63,7 +63,7 @@ N, DENSITY = 1_000_000, 0.01
 
 
 def bucket_of(*sizes):
-    return buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
+    return layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]).buckets[0]
 
 
 def once(tx, gradient):

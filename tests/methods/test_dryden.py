@@ -199,7 +199,7 @@ def test_equal_entries_are_sent_as_they_are_in_every_step():
     step, state = jax.jit(tx.update), tx.init(g)
     for _ in range(5):
         updates, state = step(g, state)
-        jax.tree.map(lambda u, g: np.testing.assert_allclose(u, g, rtol=1e-5), updates, g)
+        jax.tree.map(lambda u, g: np.testing.assert_allclose(u, g, rtol=1e-6), updates, g)
 
 
 def test_a_changing_density_and_a_skipped_step_lose_nothing():

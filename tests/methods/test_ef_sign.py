@@ -8,7 +8,7 @@ from oracle import F
 from rows import Row
 
 import gcjax
-from gcjax._kernels.buckets import layout_of
+from gcjax._kernels.layout import layout_of
 from gcjax.methods import ef_sign
 
 

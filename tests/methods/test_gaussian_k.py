@@ -15,7 +15,7 @@ from oracle import TINY, SparseOracle
 from rows import Row
 
 import gcjax
-from gcjax._kernels import bits, buckets
+from gcjax._kernels import bits, layout
 from gcjax.methods import gaussian_k
 
 
@@ -87,7 +87,7 @@ def paper_rounds(x, threshold, k):
 
 
 SIZES = (5000, 33, 1)
-BUCKET = buckets.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZES]).buckets[0]
+BUCKET = layout.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in SIZES]).buckets[0]
 
 
 @jax.jit

@@ -10,8 +10,8 @@ from oracle import F, uniform
 from rows import COLUMNS, POSITIONS, Row, seed_words
 
 import gcjax
-from gcjax._kernels.buckets import layout_of
 from gcjax._kernels.groups import block_groups
+from gcjax._kernels.layout import layout_of
 
 KEY = jax.random.key(11)
 

@@ -11,7 +11,7 @@ from rows import COLUMNS, POSITIONS, Row, seed_words
 from wire import collectives
 
 import gcjax
-from gcjax._kernels import buckets
+from gcjax._kernels import layout
 from gcjax.methods import random_k
 
 SEED = 5
@@ -179,7 +179,7 @@ def test_blocks_are_sent_whole():
 
 def test_every_parameter_has_a_number():
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (40_000, 300, 1, 5000)]
-    (bucket,) = buckets.layout_of(shapes).buckets
+    (bucket,) = layout.layout_of(shapes).buckets
     block, row, lane = random_k._place(jnp.arange(bucket.words * 32 + 99), bucket)
     positions = np.asarray(4096 * block + 128 * row + lane)
     assert len(np.unique(positions)) == len(positions)

@@ -13,7 +13,7 @@ from oracle import TINY, SparseOracle
 from rows import Row
 
 import gcjax
-from gcjax._kernels import bits, buckets
+from gcjax._kernels import bits, layout
 from gcjax.methods import sidco
 
 
@@ -63,7 +63,7 @@ def update(gradient, density):
 
 @jax.jit
 def selected(x, ratios):
-    bucket = buckets.layout_of(x).buckets[0]
+    bucket = layout.layout_of(x).buckets[0]
     return bucket.split(bits.unpack_mask(sidco._above(bucket.join([x]), bucket, ratios)))[0]
 
 

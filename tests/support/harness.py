@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gcjax
 from gcjax._comm.collectives import mesh_comm, replaced_comm
-from gcjax._kernels.buckets import bucket_limit
+from gcjax._kernels.layout import bucket_limit
 
 NAMES = ("a", "b", "c", "d")
 

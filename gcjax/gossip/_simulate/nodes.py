@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from gcjax._kernels.buckets import path_name
+from gcjax._kernels.layout import path_name
 from gcjax._types import Array, ArrayLike, PyTree
 from gcjax._validation import check_integer, check_random_key
 

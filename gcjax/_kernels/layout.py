@@ -1,0 +1,121 @@
+"""A pytree as the leaves of one or several buckets.
+
+A bucket has at most 2**28 / 32 mask words, because indices have 28 bits. A larger model is split into several buckets,
+in the middle of a leaf if necessary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gcjax._kernels.bits import BLOCK, WORD
+from gcjax._kernels.buckets import Bucket, Segment, bucket_of, concatenated, has_own_blocks, words_of
+from gcjax._types import Array, PyTree
+
+MAX_BUCKET = 1 << 28  # what a 28-bit index can name
+
+# Entries of a bucket at most. Tests set it lower, to see models split into several buckets.
+bucket_limit: ContextVar[int] = ContextVar("bucket_limit", default=MAX_BUCKET)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the leaves of one pytree lie in buckets. Made from shapes alone, it is the same for every worker.
+
+    Attributes:
+      treedef: structure of the pytree.
+      shapes: shape of each leaf.
+      dtypes: dtype of each leaf.
+      buckets: the buckets.
+    """
+
+    treedef: jax.tree_util.PyTreeDef
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def entries(self) -> int:
+        return sum(b.entries for b in self.buckets)
+
+
+def path_name(path: tuple) -> str:
+    """The path of a leaf, for an error message."""
+    return jax.tree_util.keystr(path) or "(the tree itself)"
+
+
+def layout_of(tree: PyTree, max_bucket: int | None = None) -> Layout:
+    """The layout of a pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises TypeError, with the leaf's path, for a leaf that is not of a real floating-point dtype.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    shapes, dtypes = [], []
+    for path, leaf in leaves:
+        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"leaf {path_name(path)} has dtype {dtype}; gradients must be of a "
+                "real floating-point dtype. Keep integer and complex leaves out of the compressor with optax.partition."
+            )
+        shapes.append(shape)
+        dtypes.append(dtype)
+    return Layout(
+        treedef, tuple(shapes), tuple(dtypes), _fill(shapes, bucket_limit.get() if max_bucket is None else max_bucket)
+    )
+
+
+def _fill(shapes: list[tuple[int, ...]], max_bucket: int) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    parts: list[tuple[int, int, int]] = []  # leaf, begin, size
+    room = max_bucket // WORD  # words
+
+    def close():
+        nonlocal parts, room
+        if parts:
+            buckets.append(bucket_of(parts, shapes))
+        parts, room = [], max_bucket // WORD
+
+    for leaf, shape in enumerate(shapes):
+        begin, size = 0, math.prod(shape)
+        while begin < size:
+            take = size - begin
+            if words_of(take) > room:
+                take = min(take, room * WORD)
+                take = take // BLOCK * BLOCK if has_own_blocks(take) else take
+            if take == 0:
+                close()
+                continue
+            parts.append((leaf, begin, take))
+            room -= words_of(take)
+            begin += take
+    close()
+    return tuple(buckets)
+
+
+def flatten(layout: Layout, tree: PyTree) -> list[tuple[Array, ...]]:
+    """The leaves of `tree` in float32, for each bucket an array of each segment's shape."""
+    leaves = [jnp.asarray(leaf).astype(jnp.float32) for leaf in layout.treedef.flatten_up_to(tree)]
+    return [tuple(_segment(leaves[s.leaf], s) for s in bucket.segments) for bucket in layout.buckets]
+
+
+def _segment(leaf: Array, s: Segment) -> Array:
+    return leaf if leaf.size == s.size else leaf.reshape(-1)[s.begin : s.begin + s.size]
+
+
+def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]]) -> PyTree:
+    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes."""
+    pieces: list[list[Array]] = [[] for _ in layout.shapes]
+    for bucket, arrays in zip(layout.buckets, buckets, strict=True):
+        for s, x in zip(bucket.segments, arrays, strict=True):
+            pieces[s.leaf].append(x.reshape(-1) if math.prod(layout.shapes[s.leaf]) > s.size else x)
+    leaves = [
+        (concatenated(parts) if parts else jnp.zeros(0)).reshape(shape).astype(dtype)
+        for parts, shape, dtype in zip(pieces, layout.shapes, layout.dtypes, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(layout.treedef, leaves)
