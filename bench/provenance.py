@@ -31,6 +31,7 @@ SOURCES = {
     "step": ("bench/step.py",),
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,
+    "wire": ("bench/wire.py",),
 }
 _NOTE = re.compile(r"^Measured on an earlier version of the sources \(.*\)\.\n\n")
 

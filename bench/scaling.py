@@ -23,7 +23,7 @@ SHOWN = (2, 8, 64, 1024, 8192, 65_536)  # workers in the table
 LINKS = ("1Gbit", "10Gbit", "100Gbit")
 INNER = 8
 PLACES = {"flat": {}, f"{INNER} per host": {"inner_workers": INNER, "inner_link": "300Gbit"}}
-METHODS = ["variance", "variance (reduce_scatter)", "top_k (reduce_scatter)", "random_k", "onebit", "power_sgd rank 2"]
+METHODS = ["variance", "variance (two_phase)", "top_k (two_phase)", "random_k", "onebit", "power_sgd rank 2"]
 
 
 def main() -> None:

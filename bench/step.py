@@ -158,9 +158,7 @@ def jax_job(job: dict) -> dict:
     import gcjax
 
     size, leaves = job["size"], job["leaves"]
-    # The default ladder ends at 1/16 of the entries, too small for a density of 1/10.
-    capacity = (size // 8,) if job["density"] < 16 else None
-    tx = gcjax.variance_compress(alpha=1.0, decay=DECAY, capacity=capacity)
+    tx = gcjax.variance_compress(alpha=1.0, decay=DECAY)
     keys = jax.random.split(jax.random.key(0), leaves)
     gradient = {f"leaf{i:02}": jax.random.normal(key, (size // leaves,)) for i, key in enumerate(keys)}
     squares = jax.tree.map(lambda g: jnp.full(g.shape, threshold_for(job["density"]) ** 2), gradient)

@@ -106,9 +106,14 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     return vary(out, axes)
 
 
+def vary_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Type every leaf as varying over the mesh axes of any leaf of `like` as well."""
+    return vary(tree, varying_axes(like))
+
+
 def zeros(shape: Sequence[int], dtype: jax.typing.DTypeLike, like: PyTree) -> Array:
     """Zeros to start a loop with: typed as varying over the mesh axes of `like`, or the loop would not type-check."""
-    return vary(jnp.zeros(shape, dtype), varying_axes(like))
+    return vary_like(jnp.zeros(shape, dtype), like)
 
 
 def closed(jaxpr: "jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr") -> "jax.extend.core.ClosedJaxpr":

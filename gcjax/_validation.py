@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+TRANSPORTS = ("all_gather", "two_phase", "auto")
+
 
 def check_number(
     name: str,
@@ -58,6 +60,11 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_transport(transport: object) -> None:
+    """Raise ValueError unless `transport` is one of `TRANSPORTS`."""
+    check_choice("transport", transport, TRANSPORTS)
 
 
 def check_flag(name: str, value: object) -> None:

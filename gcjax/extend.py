@@ -3,7 +3,7 @@
 A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax transform of
 it. Most methods need less than that:
 
-- a method that sends a code of every entry is a pair `encode`, `decode` for `gather_codec`;
+- a method that sends a code of every entry is a pair `encode`, `decode` for `dense_codec`;
 - a method that sends the entries it selects is a function `select` for `sparse_method`;
 - a sparse method with state or a value code of its own uses `SparseState`, `Message` and `exchange`;
 - any other method uses the collectives of `Comm` directly.
@@ -14,9 +14,10 @@ unchanged state where `all_finite` is False, and a report that says what was sen
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, SendReport, dense_report
-from gcjax._core.error_feedback import CodecState, gather_codec, gather_mean, parameters_only
+from gcjax._core.error_feedback import CodecState, dense_codec, gather_mean, parameters_only
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.transform import CompressState, compress
+from gcjax._core.two_phase_codec import add_decoded, goes_through_owners
 from gcjax._kernels.bits import (
     bits_float,
     float_bits,
@@ -30,18 +31,12 @@ from gcjax._kernels.bits import (
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._kernels.groups import Groups, block_groups, leaf_groups, whole_group
 from gcjax._kernels.hashing import hash_bits, step_key, uniform
-from gcjax._sparse.exchange import (
-    TransportState,
-    capacities_for,
-    check_capacity,
-    check_transport,
-    default_capacities,
-    exchange,
-)
+from gcjax._sparse.exchange import check_capacity, default_capacities, exchange
 from gcjax._sparse.message import Exchanged, Message
 from gcjax._sparse.method import sparse_method
 from gcjax._sparse.selection import count_for_density, top_k_mask
 from gcjax._sparse.state import Reset, SparseState, TakeIn, add_gradient, reset_to_zero
+from gcjax._sparse.transport import TransportState
 from gcjax._sparse.value_codes import (
     ValueCode,
     class_mean_code,
@@ -50,6 +45,8 @@ from gcjax._sparse.value_codes import (
     power_of_two_code,
     sign_code,
 )
+from gcjax._sparse.wire import capacities_for, check_wire
+from gcjax._validation import check_transport
 
 __all__ = [
     "Bucket",
@@ -68,22 +65,25 @@ __all__ = [
     "TakeIn",
     "TransportState",
     "ValueCode",
+    "add_decoded",
     "add_gradient",
     "bits_float",
     "block_groups",
     "capacities_for",
     "check_capacity",
     "check_transport",
+    "check_wire",
     "class_mean_code",
     "compress",
     "count_for_density",
     "default_capacities",
+    "dense_codec",
     "dense_report",
     "exchange",
     "float_bits",
     "float_code",
-    "gather_codec",
     "gather_mean",
+    "goes_through_owners",
     "hash_bits",
     "leaf_groups",
     "level_code",

@@ -29,9 +29,9 @@ ROWS = {
     "dense float16": ("normal", lambda gcjax, n, at: gcjax.dense_compress("float16", **at)),
     "variance 1/100": ("1/100", lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, **at)),
     "variance 1/500": ("1/500", lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 500, **at)),
-    "variance 1/100 (reduce_scatter)": (
+    "variance 1/100 (two_phase)": (
         "1/100",
-        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="reduce_scatter", **at),
+        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="two_phase", **at),
     ),
     "variance adaptive": ("1/200", lambda gcjax, n, at: gcjax.variance_compress(**at)),
     "top-k 1/100": ("normal", lambda gcjax, n, at: gcjax.top_k_compress(0.01, **at)),

@@ -23,6 +23,8 @@ class SendReport(NamedTuple):
         run on every step, are added by `compress`.
       payload_bits: float32, bits of this worker's message without padding. Where the method's source has a code of
         varying length, the length of that code.
+      entropy_bits: float32, the least that any code takes for the same: where the places of the entries are sent, each
+        set of places counts as equally likely.
     """
 
     selected: Array
@@ -32,12 +34,14 @@ class SendReport(NamedTuple):
     capacity: Array
     wire_bytes: Array
     payload_bits: Array
+    entropy_bits: Array
 
 
 def dense_report(entries: int | Array, payload_bits: Array | float) -> SendReport:
     """The report of a method that sends something for each of the bucket's entries, with unmetered collectives."""
     count, none = jnp.int32(entries), jnp.int32(0)
-    return SendReport(count, count, none, none, count, jnp.float32(0), jnp.float32(payload_bits))
+    bits = jnp.float32(payload_bits)
+    return SendReport(count, count, none, none, count, jnp.float32(0), bits, bits)
 
 
 InitFn = Callable[[Bucket], PyTree]

@@ -1,23 +1,32 @@
 """The lift for methods that send a code of every entry, with error feedback: what was not sent joins the next gradient.
 
-Payloads of such methods do not add up. They are gathered, each is decoded, and the results are averaged.
+Payloads of such methods do not add up. Each is decoded, and the results are averaged: by every worker, which gathers
+all of them, or by owners in two phases (`gcjax._core.two_phase_codec`).
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, dense_report
+from gcjax._core.compressor import Compressor, Leaves, dense_report
+from gcjax._core.two_phase_codec import (
+    OwnerState,
+    add_decoded,
+    cut,
+    goes_through_owners,
+    parameters_of,
+    part_of,
+    uncut,
+)
 from gcjax._kernels.bits import unpack_mask
 from gcjax._kernels.buckets import Bucket
 from gcjax._kernels.hashing import step_key
 from gcjax._types import Array
-
-UNROLLED = 16  # payloads of up to this many workers are decoded in one pass over the bucket
+from gcjax._validation import check_transport
 
 Encode = Callable[[Array, Bucket, Array | None], tuple[Array, Array | float]]
 Decode = Callable[[Array, Bucket], Array]
@@ -33,69 +42,138 @@ class CodecState:
         float32[1], zero.
       step: int32, updates done.
       bucket: where the leaves lie. Static.
+      owner: what this worker keeps as an owner; None without error feedback.
     """
 
     error: Array
     step: Array
     bucket: Bucket = dataclasses.field(metadata={"static": True})
+    owner: OwnerState | None = None
 
     @property
     def residual(self) -> Array:
         """float32 of the bucket's shape, what this worker has taken in and not yet sent."""
-        return jnp.broadcast_to(self.error, self.bucket.shape)
+        own = jnp.broadcast_to(self.error, self.bucket.shape)
+        return own if self.owner is None else own + self.owner.residual()
 
 
-def gather_codec(encode: Encode, decode: Decode, *, feedback: bool, key: Array | None = None) -> Compressor:
+def dense_codec(
+    encode: Encode,
+    decode: Decode,
+    *,
+    feedback: bool,
+    key: Array | None = None,
+    transport: str = "auto",
+    encode_mean: Encode | None = None,
+) -> Compressor:
     """A compressor that sends a code of every entry.
+
+    With the transport "all_gather", every worker's code goes to all workers. In two phases the code of each piece of
+    the leaves goes to its owner, and the owner's code of the mean goes to all: 2 / p of the traffic for p workers. Then
+    `encode` and `decode` get the pieces of one owner as a bucket. What is relative to a leaf becomes relative to a
+    piece of it. A small leaf costs more than its share: a piece takes at least one mask word and one scale.
+
+    With `feedback`, an owner keeps what rounding its mean has left, and adds it to the next mean. Without it the mean
+    is rounded once more and nothing is kept, so an unbiased code stays unbiased.
 
     Args:
       encode: encode(x, bucket, key) -> (payload uint32[m], bits): x, float32 of the bucket's shape, is the gradient
-        plus, with `feedback`, the residual; key is this worker's own for this step, or None; bits is the message's
-        length without padding.
+        plus, with `feedback`, the residual; key is this worker's own for this step and message, or None; bits is the
+        message's length without padding.
       decode: decode(payload, bucket) -> float32 of the bucket's shape, what the receivers see. The padding may hold any
         value.
       feedback: keep what the receivers have not seen, and add it to the next gradient.
       key: random key, the same on all workers, for a method that draws random numbers.
+      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes.
+      encode_mean: how owners encode the mean; None for `encode`.
+
+    Raises:
+      ValueError: for an unknown transport.
     """
+    check_transport(transport)
+    codec = _Codec(encode, encode_mean or encode, decode, feedback)
 
     def init(bucket):
-        return CodecState(jnp.zeros(bucket.shape if feedback else 1), jnp.int32(0), bucket)
+        error = jnp.zeros(bucket.shape if feedback else 1)
+        return CodecState(error, jnp.int32(0), bucket, OwnerState.create(bucket, transport) if feedback else None)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
-        bucket, x = state.bucket, state.bucket.join(gradient)
-        if feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in its buffer
-            x = jnp.where(all_finite, state.error + x, state.error)
+        bucket = state.bucket
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        payload, bits = encode(x, bucket, own_key)
-        mean = gather_mean(payload, lambda payload: decode(payload, bucket), bucket.shape, comm, all_finite)
-        error = state.error
-        if feedback:
-            error = parameters_only(jnp.where(all_finite, x - decode(payload, bucket), x), bucket)
-        new = CodecState(error, state.step + all_finite, bucket)
-        return bucket.split(mean), new, dense_report(bucket.entries, bits)
+
+        def words_of(workers):
+            part = part_of(bucket, workers)
+            x = jax.ShapeDtypeStruct(part.shape, jnp.float32)
+            return jax.eval_shape(lambda x, key: encode(x, part, key)[0], x, own_key).size
+
+        run = codec.in_two_phases if goes_through_owners(transport, comm, words_of) else codec.by_gather
+        mean, new, bits = run(gradient, state, comm, all_finite, own_key)
+        new = dataclasses.replace(new, step=state.step + all_finite)
+        return mean, new, dense_report(bucket.entries, bits)
 
     return Compressor(init, update)
+
+
+class _Codec(NamedTuple):
+    """The two transports. Both return the mean, the state with its old step, and the bits that this worker sends."""
+
+    encode: Encode
+    encode_mean: Encode
+    decode: Decode
+    feedback: bool
+
+    def by_gather(
+        self, gradient: Leaves, state: CodecState, comm: Comm, all_finite: Array, key: Array | None
+    ) -> tuple[Leaves, CodecState, Array | float]:
+        bucket, x = state.bucket, state.bucket.join(gradient)
+        if self.feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in it
+            x = jnp.where(all_finite, state.error + x, state.error)
+        payload, bits = self.encode(x, bucket, key)
+        mean = gather_mean(payload, lambda payload: self.decode(payload, bucket), bucket.shape, comm, all_finite)
+        if self.feedback:
+            error = parameters_only(jnp.where(all_finite, x - self.decode(payload, bucket), x), bucket)
+            state = dataclasses.replace(state, error=error)
+        return bucket.split(mean), state, bits
+
+    def in_two_phases(
+        self, gradient: Leaves, state: CodecState, comm: Comm, all_finite: Array, key: Array | None
+    ) -> tuple[Leaves, CodecState, Array | float]:
+        bucket, part, rank = state.bucket, part_of(state.bucket, comm.size), comm.rank()
+        if self.feedback:
+            errors = bucket.split(state.error)
+            gradient = [jnp.where(all_finite, e + g, e) for e, g in zip(errors, gradient, strict=True)]
+        parts = cut(gradient, bucket, comm.size)
+
+        def encode_part(x, key):
+            payload, bits = self.encode(x, part, key)
+            return payload, jnp.float32(bits)
+
+        def decode(payload):
+            return self.decode(payload, part)
+
+        # Every message has a key of its own: equal draws in both phases would make the code of the mean biased.
+        keys = key if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(comm.size + 1))
+        payloads, bits = jax.vmap(encode_part)(parts, None if keys is None else keys[:-1])
+        owed = None if state.owner is None else state.owner.owed.value
+        total = add_decoded(jnp.zeros(part.shape) if owed is None else owed, comm.all_to_all(payloads), decode)
+        total = parameters_of(total, rank, bucket, comm.size)
+        own, own_bits = self.encode_mean(total, part, None if keys is None else keys[-1])
+        mean = [jnp.where(all_finite, x, jnp.nan) for x in uncut(jax.vmap(decode)(comm.gather(own)), bucket)]
+
+        if state.owner is not None:
+            left = jnp.where(all_finite, parts - jax.vmap(decode)(payloads), parts)
+            owner = state.owner.after(total - decode(own), rank, all_finite)
+            state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)), owner=owner)
+        return mean, state, jnp.sum(bits) + jnp.float32(own_bits)
 
 
 def gather_mean(
     payload: Array, decode: Callable[[Array], Array], shape: tuple[int, ...], comm: Comm, all_finite: Array
 ) -> Array:
-    """The mean over workers of decode(payload), float32 of this shape; NaN unless `all_finite`.
-
-    Workers are added in the order of their numbers, so that the mean is bit-equal on all of them on any backend.
-    """
-    payloads = comm.gather(payload)
-    mean = jnp.full(shape, jnp.where(all_finite, 0.0, jnp.nan), jnp.float32)
-
-    def add(worker, mean):
-        return mean + decode(payloads[worker]) / comm.size
-
-    if comm.size > UNROLLED:
-        return lax.fori_loop(0, comm.size, add, mean)
-    for worker in range(comm.size):  # XLA makes one pass of it
-        mean = add(worker, mean)
-    return mean
+    """The mean over workers of decode(payload), float32 of this shape; NaN unless `all_finite`."""
+    start = jnp.full(shape, jnp.where(all_finite, 0.0, jnp.nan), jnp.float32)
+    return add_decoded(start, comm.gather(payload), decode)
 
 
 def parameters_only(x: Array, bucket: Bucket) -> Array:

@@ -29,6 +29,8 @@ class Info(NamedTuple):
       payload_bits: float64[workers], bits of each worker's message without padding. Where the method's source has a
         code of varying length, the length of that code. 32 * parameters / payload_bits is the ratio that papers on
         quantisation give.
+      entropy_bits: float64[workers], the least that any code takes for the same message: where it has the places of
+        entries, each set of places counts as equally likely.
       compression_ratio: parameters / mean of `sent` over the workers, the ratio of the paper (arXiv 1802.06058). It
         counts neither indices nor padding. inf when nothing was sent.
       wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for a single worker.
@@ -44,6 +46,7 @@ class Info(NamedTuple):
     capacity: int
     wire_bytes: float
     payload_bits: np.ndarray
+    entropy_bits: np.ndarray
     compression_ratio: float
     wire_ratio: float
     residual_norm: np.ndarray
@@ -89,6 +92,7 @@ def info(opt_state: PyTree) -> Info:
         capacity=int(sent.capacity[0]),
         wire_bytes=wire_bytes,
         payload_bits=sent.payload_bits,
+        entropy_bits=sent.entropy_bits,
         compression_ratio=parameters / mean_sent if mean_sent else float("inf"),
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
         residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),

@@ -12,6 +12,7 @@ from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.compressor import Compressor, SendReport
+from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
@@ -82,9 +83,10 @@ def compress(
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)
-        sent = SendReport(none, none, none, none, none, no_bytes, no_bytes)
+        sent = SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes)
         report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
+        buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes))
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
@@ -94,8 +96,12 @@ def compress(
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
-        bucket_states, old_report = state.buckets.unpack(), state.report.unpack()
+        states, axes = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes
         comm = comm_for_axes(worker_axes, inner_axes)
+        # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
+        varying = axes if tracks_variation(axes) else ()
+        bucket_states, old_report = vary(states, varying)
+        check_workers(bucket_states, comm.size)
         _reject_reduced(updates, worker_axes + inner_axes)
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
@@ -104,7 +110,6 @@ def compress(
         squares: list[tuple[Array, ...] | None] = [None] * len(gradients)
         if sum_grad_squared is not None:
             squares = [*flatten(layout, sum_grad_squared)]
-        axes = state.buckets.axes
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
         bad = _bad_leaves(gradients, squares)
         # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
@@ -127,11 +132,19 @@ def compress(
             skipped=old_report.skipped + ~all_finite,
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
-        bucket_states, report = vary((bucket_states, report), axes if tracks_variation(axes) else ())
+        bucket_states, report = vary((bucket_states, report), varying)
         new = CompressState(PerWorker.pack(bucket_states, axes), PerWorker.pack(report, axes))
         return _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes), new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _bound_workers(worker_axes: tuple[str, ...], inner_axes: tuple[str, ...]) -> int:
+    """Number of workers where `init` is called inside `shard_map` or `pmap`, and 1 elsewhere."""
+    try:
+        return comm_for_axes(worker_axes, inner_axes).size
+    except ValueError:  # the axes are not bound: `place` will know
+        return 1
 
 
 def _is_masked(node: PyTree) -> bool:

@@ -111,20 +111,22 @@ def update_seconds(
     squares = max(NormalDist().inv_cdf(1 - density / 2), 1e-6) ** 2
 
     @jax.jit
-    def start(key: Array) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+    def start(key: Array, zeros: Array) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(key, len(leaves))
         normal = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
         gradient = jax.tree.unflatten(treedef, normal)
         extra = {"sum_grad_squared": jax.tree.map(lambda x: jnp.full(x.shape, squares), params)}
-        return gradient, tx.init(gradient), extra if method.squares else {}
+        with simulated_workers(workers, zeros, []):  # the state of owners depends on how many there are
+            state = tx.init(gradient)
+        return gradient, state, extra if method.squares else {}
 
     def update(gradient, state, extra, zeros):
         with simulated_workers(workers, zeros, []):
             return tx.update(gradient, state, **extra)
 
-    *fresh, extra = start(jax.random.key(1))
     zeros = jnp.zeros(workers, jnp.int32)
+    *fresh, extra = start(jax.random.key(1), zeros)
     step = jax.jit(update, donate_argnums=(0, 1)).lower(*fresh, extra, zeros).compile()
     # Every update runs in the buffers of the last one, because fresh ones cost more than the arithmetic.
     refill = jax.jit(

@@ -56,7 +56,7 @@ def plan(
       inner_workers: workers on each host. The mean is taken over their `inner_link` first (`inner_axis_name`); they
         then share the work of one worker over the link between the hosts.
       inner_link: as `link`, with a latency of 5 microseconds.
-      methods: names of those to compare ("variance", "top_k (reduce_scatter)", "power_sgd rank 2" as in the table, but
+      methods: names of those to compare ("variance", "top_k (two_phase)", "power_sgd rank 2" as in the table, but
         without densities), None for all; or other methods by name, each a `gcjax.Method(make)`, where make(parameters)
         returns a transform made without axis names. Of several capacities, the largest counts.
       costs: a `gcjax.Cost` by the method's name, without its density, as `gcjax.measure_costs` returns; None for those
@@ -75,7 +75,7 @@ def plan(
     >>> costs = {"dense float32": gcjax.Cost(0, 1e-9, 0), "top_k": gcjax.Cost(0, 2e-9, 1e-9)}
     >>> found = gcjax.plan("25.6M", 16, "1Gbit", 0.3, methods=["top_k"], costs=costs)
     >>> print(found.best.method, round(found.best.speedup, 1))
-    top_k 1/100 3.0
+    top_k 1/100 3.6
     """
     check_number("density", density, 0.0, 1.0)
     params = _as_params(params_or_size)
@@ -137,7 +137,7 @@ def _chosen(methods: Mapping[str, Method] | Iterable[str] | None, standard: dict
 
 
 def _with_density(name: str, density: float) -> str:
-    """ "top_k (reduce_scatter)" -> "top_k 1/100 (reduce_scatter)"."""
+    """ "top_k (two_phase)" -> "top_k 1/100 (two_phase)"."""
     whole = round(1 / density)
     share = f"1/{whole}" if math.isclose(1 / density, whole, rel_tol=1e-9) else f"{density:g}"
     method, bracket, rest = name.partition(" (")

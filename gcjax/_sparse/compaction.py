@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from gcjax._jax_compat import vary_like, zeros
 from gcjax._kernels.bits import WORD, count_bits, nth_set_bit, prefix_count
 from gcjax._types import Array, ArrayLike
 
@@ -79,6 +80,63 @@ def slot_indices(slots: Slots, capacity: int) -> Array:
     # The remainder changes nothing. XLA computes a remainder by an unknown number once; otherwise it would compute the
     # index again in each use.
     return index % jnp.maximum(slots.total, size * WORD)
+
+
+class Cursor(NamedTuple):
+    """A place among the set bits of a row of words.
+
+    Attributes:
+      word: int32, number of the word with the next set bit, or of one before it without any left.
+      passed: int32, set bits of that word that lie behind.
+    """
+
+    word: ArrayLike
+    passed: ArrayLike
+
+
+START = Cursor(0, 0)
+
+
+def next_set_bits(words: Array, end: ArrayLike, cursor: Cursor, count: int, window: int) -> tuple[Array, Cursor]:
+    """The places of the next `count` set bits: with it any number of them is read with arrays of one size.
+
+    Words are looked at in windows, until all slots are filled or no word is left. As in `slot_indices`, each word
+    writes its number into the slot of its first bit.
+
+    Args:
+      words: uint32[m], with `window` further words behind the last that counts.
+      end: words that count.
+      cursor: where to begin; `START`, or what the last call returned.
+      count: slots to fill. Static.
+      window: words looked at in a round, a multiple of 128. Static.
+
+    Returns:
+      int32[count], 32 * word + bit of each, ascending; any number in slots beyond the last set bit. And the cursor for
+      the next call.
+    """
+    slot = jnp.arange(count, dtype=jnp.int32)
+
+    def unfinished(state):
+        word, filled, _ = state
+        return (filled < count) & (word < end)
+
+    def look(state):
+        word, filled, number_at = state
+        number = word + jnp.arange(window, dtype=jnp.int32)
+        seen = jnp.where(number < end, lax.dynamic_slice_in_dim(words, word, window), 0)
+        stop = filled + prefix_count(seen)
+        first = jnp.clip(stop - count_bits(seen), 0, count)
+        number_at = number_at.at[first].max(number + 1, mode="drop", indices_are_sorted=True)
+        return word + window, stop[-1], number_at
+
+    word, passed = (jnp.asarray(x, jnp.int32) for x in cursor)
+    start = (word, -passed, zeros((count,), jnp.int32, (words, word)))
+    _, _, number_at = lax.while_loop(unfinished, look, vary_like(start, (words, end, word)))
+    first = _running_max(jnp.where(number_at > 0, slot, 0))  # of the slot's word
+    place = jnp.maximum(number_at[first] - 1, 0)
+    rank = slot - first + jnp.where(place == word, passed, 0)
+    index = place * WORD + nth_set_bit(words[place], rank)
+    return index, Cursor(place[-1], rank[-1] + 1)
 
 
 def _running_max(x: Array) -> Array:

@@ -10,14 +10,16 @@ from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
 from gcjax._kernels.bits import WORD, pack_uint, packed_size, position_of, unpack_uint
 from gcjax._kernels.buckets import Bucket
+from gcjax._sparse.transport import TransportState
 from gcjax._sparse.value_codes import ValueCode
-from gcjax._types import Array
+from gcjax._sparse.wire import Wire, entropy_bits
+from gcjax._types import Array, ArrayLike
 
 
 class Message(NamedTuple):
     """What one worker wants to send of a bucket.
 
-    An entry's index on the wire counts word by word: 32 * word + bit.
+    An entry's place on the wire counts word by word: 32 * word + bit.
 
     Attributes:
       values: float32[blocks, 32, 128].
@@ -28,6 +30,9 @@ class Message(NamedTuple):
       scales: uint32[leaves], the leaves' scales as `code.to_scale` makes them, or uint32[2 * leaves] for a code with
         two scales per leaf. Codes without scales ignore it.
       key: this worker's random key for this step, for codes that draw random numbers.
+      wire: layout of the entries, "compact" or "word"; see `gcjax._sparse.wire`.
+      owner_density: share of its entries that an owner passes on in a step, the largest; None for all of which
+        something arrived. See `gcjax._sparse.two_phase`.
     """
 
     values: Array
@@ -37,6 +42,8 @@ class Message(NamedTuple):
     capacities: tuple[int, ...]
     scales: Array | None = None
     key: Array | None = None
+    wire: str = "compact"
+    owner_density: float | None = None
 
     def header(self) -> "Header":
         if self.scales is None or not self.code.scale_bits:
@@ -57,13 +64,13 @@ class Header(NamedTuple):
     scales: Array
     leaf_of_word: Array | None
 
-    def packed(self) -> Array:
-        """uint32[self.words]."""
-        return pack_uint(self.scales, self.code.scale_bits) if self.words else jnp.zeros(0, jnp.uint32)
+    def packed(self, count: Array) -> Array:
+        """uint32[self.words]: how many entries follow, and the scales."""
+        return jnp.concatenate([count.astype(jnp.uint32)[None], pack_uint(self.scales, self.code.scale_bits or 32)])
 
     @property
     def words(self) -> int:
-        return packed_size(len(self.scales), self.code.scale_bits)
+        return 1 + packed_size(len(self.scales), self.code.scale_bits)
 
     @property
     def bits(self) -> int:
@@ -72,28 +79,20 @@ class Header(NamedTuple):
 
     def unpack(self, words: Array) -> "Header":
         """Another worker's header, from its words."""
-        if not self.words:
+        if len(self.scales) == 0:
             return self
-        return self._replace(scales=unpack_uint(words, self.code.scale_bits, len(self.scales)))
+        return self._replace(scales=unpack_uint(words[1:], self.code.scale_bits, len(self.scales)))
 
-    def scale_at(self, index: Array, which: int = 0) -> Array:
-        """uint32[k], the scale of each entry's leaf; `which=1` is the second one, for codes with two per leaf."""
+    def scales_at(self, place: Array) -> tuple[Array, ...]:
+        """The scales of each entry's leaf, uint32 of the shape of `place`."""
         if self.leaf_of_word is None:
-            return jnp.zeros(index.shape, jnp.uint32)
-        second = len(self.scales) // 2 if which else 0
-        return self.scales[self.leaf_of_word[index // WORD] + second]
+            return (jnp.zeros(place.shape, jnp.uint32),) * self.code.scale_sets
+        leaf = self.leaf_of_word[place // WORD]
+        return tuple(scales[leaf] for scales in jnp.split(self.scales, self.code.scale_sets))
 
-
-class Returned(NamedTuple):
-    """Sums that an owner did not pass on, to be added to its residual.
-
-    Attributes:
-      indices: int32[m]; that of unused slots is out of bounds.
-      values: float32[m].
-    """
-
-    indices: Array
-    values: Array
+    def encode(self, x: Array, place: Array, key: Array | None) -> Array:
+        """The codes of values at these places of the bucket."""
+        return self.code.encode(x, self.scales_at(place)[0], place, key)
 
 
 class Exchanged(NamedTuple):
@@ -103,16 +102,14 @@ class Exchanged(NamedTuple):
       mean: mean over the workers of what they sent, for each leaf of the bucket; bit-equal on all workers, NaN after a
         skipped step.
       sent: uint32[words], packed mask of the entries that this worker sent.
-      start_word: int32, see `TransportState`.
+      transport: the exchange's state after this step.
       report: counts all entries of the message's mask as selected.
-      returned: None where nothing can come back.
     """
 
     mean: tuple[Array, ...]
     sent: Array
-    start_word: Array
+    transport: TransportState
     report: SendReport
-    returned: Returned | None
 
 
 def choose_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, all_finite: Array) -> tuple[Array, Array]:
@@ -124,29 +121,65 @@ def choose_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, all_
     return jnp.sum(largest > jnp.asarray(capacities[:-1], jnp.int32), dtype=jnp.int32), fill
 
 
+def move(
+    messages: Array, lengths: list[int], rung: Array, comm: Comm, collective: Callable[[Comm, Array], Array]
+) -> tuple[Array, Array]:
+    """The messages that arrive, cut to the length of this step on the wire: only this is compiled for every length.
+
+    Args:
+      messages: uint32[..., m].
+      lengths: words on the wire, for each capacity.
+      rung: number of the capacity.
+      comm: the collectives.
+      collective: collective(comm, x) -> what arrives for x, with the last axis of x.
+
+    Returns:
+      uint32[workers, m], undefined behind the length; and the bytes moved, float32.
+    """
+
+    def at_length(length):
+        def run(messages):
+            metered = comm.metered()
+            arrived = collective(metered, messages[..., :length])
+            padding = [(0, 0)] * (arrived.ndim - 1) + [(0, messages.shape[-1] - length)]
+            return jnp.pad(arrived, padding), jnp.float32(metered.bytes_moved())
+
+        return run
+
+    return jax.lax.switch(rung, [at_length(length) for length in lengths], messages)
+
+
 def add_messages(
-    payloads: Array, mean: Array, header: Header, capacity: int, place: Callable[[Array], Array] = position_of
+    arrived: Array, mean: Array, header: Header, wire: Wire, rung: ArrayLike, bucket_place: Callable[[Array], Array]
 ) -> Array:
-    """Add every worker's entries, divided by the number of workers, to `mean` at `place(index)`.
+    """Add every worker's entries, divided by the number of workers, to `mean`, flattened blocks.
 
     Workers are added in the order of their numbers, so that the mean is bit-equal on all of them on any backend.
 
     Args:
-      payloads: uint32[workers, m]: count, header and body of each worker.
+      arrived: uint32[workers, m]: header and entries of each worker.
       mean: float32[n], what to add to.
       header: this worker's, for the code and the shapes.
-      capacity: slots of each payload.
-      place: from indices to positions in `mean`.
+      wire: layout of the entries.
+      rung: number of the capacity.
+      bucket_place: from places in the message to places in the bucket, which scales belong to.
     """
-    size = len(mean)
-    slot = jnp.arange(capacity, dtype=jnp.int32)
 
     def add_worker(worker, mean):
-        payload = payloads[worker]
-        body = 1 + header.words
-        index, y = header.code.decode(payload[body:], header.unpack(payload[1:body]).scale_at)
-        # Padding goes out of bounds, each slot to a place of its own, so that "unique" holds for it too.
-        index = jnp.where(slot < payload[0].astype(jnp.int32), place(index), size + slot)
-        return mean.at[index].add(y / len(payloads), mode="drop", unique_indices=True)
+        message = arrived[worker]
+        theirs = header.unpack(message[: header.words])
 
-    return jax.lax.fori_loop(0, len(payloads), add_worker, mean) if len(payloads) > 1 else add_worker(0, mean)
+        def add(mean, slot, place, code, valid):
+            y = header.code.decode(code, *theirs.scales_at(bucket_place(place)))
+            # Padding goes out of bounds, each slot to a place of its own, so that "unique" holds for it too.
+            at = jnp.where(valid, position_of(place), len(mean) + slot)
+            return mean.at[at].add(y / len(arrived), mode="drop", unique_indices=True)
+
+        return wire.read(message[header.words :], message[0], add, mean, rung)
+
+    return jax.lax.fori_loop(0, len(arrived), add_worker, mean) if len(arrived) > 1 else add_worker(0, mean)
+
+
+def message_bits(header: Header, wire: Wire, count: Array) -> tuple[Array, Array]:
+    """Bits of a message without padding, and the least that any code takes for so many entries."""
+    return header.bits + wire.bits(count), header.bits + entropy_bits(wire.places, count, wire.code_bits)

@@ -4,19 +4,21 @@ from collections.abc import Callable
 
 from gcjax._core.compressor import Compressor
 from gcjax._kernels.buckets import Bucket
-from gcjax._sparse.exchange import capacities_for, check_transport, exchange
+from gcjax._sparse.exchange import exchange
 from gcjax._sparse.message import Message
 from gcjax._sparse.state import SparseState, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import float_code
+from gcjax._sparse.wire import capacities_for
 from gcjax._types import Array
+from gcjax._validation import check_transport
 
 
 def sparse_method(
     select: Callable[[Array, Array, Bucket], Array],
     capacity: Callable[[Bucket], int | tuple[int, ...]],
-    transport: str = "all_gather",
+    transport: str = "auto",
 ) -> Compressor:
-    """A compressor that sends the entries which `select` chooses, as float32 values with 32-bit indices.
+    """A compressor that sends the entries which `select` chooses, as float32 values with their places in compact form.
 
     Entries that are not sent stay in the residual.
 
@@ -24,7 +26,7 @@ def sparse_method(
       select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
         shape, the gradient plus the residual.
       capacity: capacity(bucket) -> slots of the payload, or a tuple of sizes of which the smallest that fits is used.
-      transport: "all_gather", "reduce_scatter" or "auto"; see `gcjax.variance_compress`.
+      transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
 
     Raises:
       ValueError: for another transport.

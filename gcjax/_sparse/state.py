@@ -9,8 +9,8 @@ from jax import lax
 
 from gcjax._kernels.bits import LANES, WORD, unpack_mask
 from gcjax._kernels.buckets import Bucket, Part
-from gcjax._sparse.exchange import TransportState
 from gcjax._sparse.message import Exchanged
+from gcjax._sparse.transport import TransportState
 from gcjax._types import Array, ArrayLike, PyTree
 
 # reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with some blocks of a
@@ -57,7 +57,7 @@ class SparseState:
             accumulated=tuple(jnp.zeros(bucket.shape) for _ in range(arrays)),
             to_reset=jnp.zeros(bucket.size // WORD, jnp.uint32),
             sent_with=sent_with,
-            transport=TransportState.create(transport),
+            transport=TransportState.create(bucket, transport),
             step=jnp.int32(0),
             reset=reset,
             bucket=bucket,
@@ -65,8 +65,8 @@ class SparseState:
 
     @property
     def residual(self) -> Array:
-        """float32[blocks, 32, 128], what this worker has taken in and not yet sent."""
-        return self.settled()[0]
+        """float32[blocks, 32, 128], what this worker has taken in or received, and not yet sent."""
+        return self.settled()[0] + self.transport.residual()
 
     def settled(self) -> tuple[Array, ...]:
         """The accumulated values after the reset of the entries that the last message had."""
@@ -111,35 +111,13 @@ class SparseState:
         self, exchanged: Exchanged, values: tuple[Array, ...], all_finite: Array, sent_with: PyTree = ()
     ) -> "SparseState":
         """The state after an exchange of `values`, as `take_in` returned them: sent entries are to be reset."""
-        kept = dataclasses.replace(
+        return dataclasses.replace(
             self,
             accumulated=values,
             to_reset=jnp.where(all_finite, exchanged.sent, self.to_reset),
             sent_with=jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), sent_with, self.sent_with),
-            transport=dataclasses.replace(
-                self.transport, start_word=jnp.where(all_finite, exchanged.start_word, self.transport.start_word)
-            ),
+            transport=exchanged.transport,
             step=self.step + all_finite,
-        )
-        return kept if exchanged.returned is None else kept._with_returned(*exchanged.returned)
-
-    def _with_returned(self, index: Array, sums: Array) -> "SparseState":
-        """Add what an owner got back to its residual. The entries concerned are reset first, if they have to be."""
-        word, bit = index // WORD, jnp.uint32(1) << (index % WORD).astype(jnp.uint32)
-        block, row, lane = word // LANES, index % WORD, word % LANES
-        waiting = self.to_reset[word] & bit
-        entries = tuple(x[block, row, lane] for x in self.accumulated)
-        leaf = jnp.asarray(self.bucket.leaf_of_word())
-        left = self.reset(entries, jax.tree.map(lambda x: x[leaf[word]] if x.ndim else x, self.sent_with))
-        settled = [jnp.where(waiting > 0, after, x) for after, x in zip(left, entries, strict=True)]
-        settled[0] = settled[0] + sums
-        return dataclasses.replace(
-            self,
-            accumulated=tuple(
-                x.at[block, row, lane].set(y, mode="drop", unique_indices=True)
-                for x, y in zip(self.accumulated, settled, strict=True)
-            ),
-            to_reset=self.to_reset.at[word].add(-waiting, mode="drop"),  # every bit is taken off once
         )
 
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
+from gcjax._core.owned import shared_among
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
 from gcjax._types import Array, AxisNames, PyTree
@@ -152,10 +153,19 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
       ValueError: the mesh lacks an axis that a node names.
     """
 
+    def workers_of(node):
+        return math.prod(mesh.shape[axis] for axis in node.axes)
+
+    def shared(node):
+        if not _is_per_worker(node):
+            return node
+        _check_axes(node, mesh)
+        return PerWorker.pack(shared_among(node.unpack(), workers_of(node)), node.axes)
+
     def spread(node):
         if not _is_per_worker(node):
             return jnp.copy(node)
-        workers = math.prod(mesh.shape[axis] for axis in node.axes)
+        workers = workers_of(node)
 
         def repeated(x: Array) -> Array:  # a concatenation would exchange parts between the devices
             return jnp.broadcast_to(x, (workers, *x.shape)).reshape(workers * x.shape[0], *x.shape[1:])
@@ -163,16 +173,20 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
         return dataclasses.replace(node, value=jax.tree.map(repeated, node.value))
 
     def sharding(node):
-        if _is_per_worker(node) and not set(node.axes) <= set(mesh.shape):
-            raise ValueError(
-                f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "
-                "with these axes, or give the compressor the mesh's axis_name"
-            )
         shardings = NamedSharding(mesh, state_specs(node))
         return dataclasses.replace(node, value=shardings) if _is_per_worker(node) else shardings
 
+    state = jax.tree.map(shared, state, is_leaf=_is_per_worker)
     shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+
+
+def _check_axes(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
+    if not set(node.axes) <= set(mesh.shape):
+        raise ValueError(
+            f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "
+            "with these axes, or give the compressor the mesh's axis_name"
+        )
 
 
 def _is_per_worker(node: object) -> bool:

@@ -121,46 +121,47 @@ METHODS: dict[str, MethodRow] = {
         {"dense float32": lambda w: dense_compress(), "dense float16": lambda w: dense_compress("float16")},
     ),
     "variance": MethodRow(
-        "`variance_compress(alpha=1.5)` | 4 per sent entry | yes (`feedback=True`: rounding too) | Tsuzuku et al. 2018",
-        {"variance": _variance("all_gather"), "variance (reduce_scatter)": _variance("reduce_scatter")},
+        "`variance_compress(alpha=1.5)` | 1.6 per sent entry at 1/100 | yes (`feedback=True`: rounding too) | "
+        "Tsuzuku et al. 2018",
+        {"variance": _variance("all_gather"), "variance (two_phase)": _variance("two_phase")},
         sparse=True,
         squares=True,
     ),
     "strom": MethodRow(
-        "`strom_compress(threshold)` | 4 per sent entry | yes | Strom 2015",
+        "`strom_compress(threshold)` | 1.2 per sent entry at 1/100 | yes | Strom 2015",
         {"strom": lambda w: strom_compress(w.threshold, capacity=w.slots)},
         sparse=True,
     ),
     "top_k": MethodRow(
-        "`top_k_compress(density)` | 8 per sent entry | yes | Alistarh et al. 2018",
+        "`top_k_compress(density)` | 5.1 per sent entry at 1/100 | yes | Alistarh et al. 2018",
         {
-            "top_k": lambda w: top_k_compress(w.density),
-            "top_k (reduce_scatter)": lambda w: top_k_compress(w.density, transport="reduce_scatter"),
+            "top_k": lambda w: top_k_compress(w.density, transport="all_gather"),
+            "top_k (two_phase)": lambda w: top_k_compress(w.density, transport="two_phase"),
         },
         sparse=True,
     ),
     "dgc": MethodRow(
-        "`dgc_compress(density=0.001, momentum=0.9)` | 8 per sent entry | yes | Lin et al. 2018",
+        "`dgc_compress(density=0.001, momentum=0.9)` | 5.1 per sent entry at 1/100 | yes | Lin et al. 2018",
         {"dgc": lambda w: dgc_compress(w.density)},
         sparse=True,
     ),
     "drop": MethodRow(
-        "`drop_compress(density=0.01)`, `layer_wise=True` | 8 per sent entry | yes | Aji & Heafield 2017",
+        "`drop_compress(density=0.01)`, `layer_wise=True` | 5.1 per sent entry at 1/100 | yes | Aji & Heafield 2017",
         {"drop": lambda w: drop_compress(w.density, capacity=w.slots)},
         sparse=True,
     ),
     "gaussian_k": MethodRow(
-        "`gaussian_k_compress(density)` | 8 per sent entry | yes | Shi et al. 2019",
+        "`gaussian_k_compress(density)` | 5.1 per sent entry at 1/100 | yes | Shi et al. 2019",
         {"gaussian_k": lambda w: gaussian_k_compress(w.density, capacity=w.slots)},
         sparse=True,
     ),
     "sidco": MethodRow(
-        "`sidco_compress(density)` | 8 per sent entry | yes | Abdelmoniem et al. 2021",
+        "`sidco_compress(density)` | 5.1 per sent entry at 1/100 | yes | Abdelmoniem et al. 2021",
         {"sidco": lambda w: sidco_compress(w.density, capacity=w.slots)},
         sparse=True,
     ),
     "dryden": MethodRow(
-        "`dryden_compress(density=0.01)` | 4 per sent entry, 8 per leaf | yes | Dryden et al. 2016",
+        "`dryden_compress(density=0.01)` | 1.2 per sent entry at 1/100, 8 per leaf | yes | Dryden et al. 2016",
         {"dryden": lambda w: dryden_compress(w.density, capacity=w.slots)},
         sparse=True,
     ),
@@ -170,7 +171,7 @@ METHODS: dict[str, MethodRow] = {
         sparse=True,
     ),
     "ef21": MethodRow(
-        "`ef21_compress(density)` | 8 per sent entry | no: resends changes | Richtárik et al. 2021",
+        "`ef21_compress(density)` | 5.1 per sent entry at 1/100 | no: resends changes | Richtárik et al. 2021",
         {"ef21": lambda w: ef21_compress(w.density)},
         sparse=True,
     ),

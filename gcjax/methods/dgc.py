@@ -4,14 +4,15 @@
 Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887: momentum correction, local gradient
 clipping, momentum factor masking, warm-up.
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
-float32 value per slot. In addition, one float32 all-reduce of the entries of the small leaves.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries with
+float32 values, in the compact form of `gcjax._sparse.wire`. In addition, one float32 all-reduce of
+the entries of the small leaves.
 
 **Deviations.** (1) k counts the entries of all compressed leaves of a bucket, not of each leaf: leaves with small
 gradients wait. (2) The k-th largest is exact; the paper estimates it from a sample and truncates the excess. (3) A leaf
 is sent densely if it is small; the authors do so if it has one axis, which a flat vector of parameters has too. Small
 leaves apply momentum before the all-reduce, which gives the same result. (4) The paper's run-length code of the indices
-has no static size, so plain indices are sent. (5) In a model above 2**28 entries, each bucket is clipped by its own
+has no static size; Elias-Fano's takes its place. (5) In a model above 2**28 entries, each bucket is clipped by its own
 norm. (6) Zeros are not sent.
 """
 
@@ -69,7 +70,7 @@ def dgc_compress(
     warmup_steps: int = 0,
     dense_below: int = 4096,
     capacity: int | tuple[int, ...] | None = None,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -96,7 +97,7 @@ def dgc_compress(
     Leaves of fewer than `dense_below` entries (biases, scales) send all of u in each step, which is momentum SGD. 4,096
     divides ResNet-50 as the authors do.
 
-    State: two float32 and a bit per parameter. Wire: 64 bits per sent entry and a small all-reduce.
+    State: two float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100 and a small all-reduce.
 
     Args:
       density: share of the entries to send, in (0, 1], or a function of the step that returns it (an optax schedule).

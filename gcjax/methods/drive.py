@@ -8,7 +8,8 @@ ICML 2022, arXiv 2108.08842. The levels are those of Joel Max, "Quantizing for M
 **Wire format.** One uint32 vector per worker and bucket: 2 words that seed the rotation; the entries of leaves with
 fewer than 256, as float32 with the rotation's changes of sign; then for each block size, smallest first, a float32
 scale for each block, and `bits` packed masks (`gcjax.extend.pack_mask`) of all its blocks, laid out like one leaf. The
-first bits - 1 masks are the level, lowest bit first; the last is the sign, 1 for negative.
+first bits - 1 masks are the level, lowest bit first; the last is the sign, 1 for negative. In two phases: such a vector
+to each owner, for its pieces of the leaves; then one from each owner to all.
 
 **Deviations.** Every leaf is rotated in its own blocks, the last one padded with zeros. The papers rotate the whole
 model, which would spread the error of large leaves to small ones. A block size is a power of 4, so the transform is two
@@ -34,8 +35,8 @@ from gcjax.extend import (
     Bucket,
     bits_float,
     compress,
+    dense_codec,
     float_bits,
-    gather_codec,
     pack_planes,
     unpack_mask,
     unpack_planes,
@@ -58,6 +59,7 @@ def drive_compress(
     block: int = 4096,
     feedback: bool = False,
     key: Array,
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -77,26 +79,35 @@ def drive_compress(
     The squared error is about 0.57, 0.13, 0.036, 0.0096 of the block's :math:`\|x\|_2^2` for 1 to 4 bits, or 0.36,
     0.12, 0.035, 0.0095 with `feedback`. It is spread evenly over the block, including entries that were zero.
 
-    State: none; a float32 per parameter with `feedback`. Wire: `bits` bits per parameter and 32 per block. Every worker
-    rotates once, and rotates back once per worker, with 2 sqrt(block) multiplications per entry; on a CPU each rotation
-    takes as long as about 5 additions of two vectors of gradient length. Learning rate, weight decay and momentum come
-    after it: `optax.chain(gcjax.drive_compress(key=key), optax.sgd(0.1))`.
+    In two phases each leaf is cut into a piece for each worker, its owner, and every piece is rotated in blocks of its
+    own. The owner sends the mean in the same way, which adds the squared error of one more message. With `feedback` it
+    keeps that error and adds it to the next mean.
+
+    State: none; with `feedback` a float32 per parameter, and in two phases with p workers 1/p more, so the state is
+    initialised where the number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and 32 per block,
+    to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer than 256 entries take
+    32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases twice in all), with
+    2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5 additions of two vectors of
+    gradient length. Learning rate, weight decay and momentum come after it:
+    `optax.chain(gcjax.drive_compress(key=key), optax.sgd(0.1))`.
 
     Args:
       bits: bits per entry, 1 (DRIVE) to 4 (EDEN).
       block: largest block that is rotated: 256, 1024, 4096 or 16384 entries. Smaller leaves have smaller blocks.
       feedback: keep what was not sent, and send it later.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
+      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
+        unless the leaves are small.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      ValueError: for an unsupported number of bits or block size.
+      ValueError: for an unsupported number of bits, block size or transport.
       TypeError: for `bits` that are not an int, a `feedback` that is not a bool, or a missing key.
 
-    **Randomness**: the rotation's signs; per worker. **Bias**: with a uniformly drawn rotation there would be none
+    **Randomness**: the rotation's signs; per message. **Bias**: with a uniformly drawn rotation there would be none
     without `feedback`. With this rotation the mean of many draws is off by up to 1 % of the gradient's norm in a block
     of 256, and less in larger blocks. If only a few entries of a block are not zero, the largest of them become too
     large and the others too small. With `feedback` it is biased, which the residual corrects. **Non-finite input**: the
@@ -137,7 +148,7 @@ def drive_compress(
             begin = end + len(planes)
         return _flip(bucket.join(leaves), payload[:2])
 
-    codec = gather_codec(encode, decode, feedback=feedback, key=key)
+    codec = dense_codec(encode, decode, feedback=feedback, key=key, transport=transport)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 

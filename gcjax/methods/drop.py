@@ -3,8 +3,8 @@
 **Source.** Alham Fikri Aji, Kenneth Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017,
 arXiv 1704.05021.
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
-float32 value per slot.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries with
+float32 values, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** (1) The bucket is divided into equal stretches, and the sample has one entry of each, at positions that
 change with the step. Its size is fixed; the paper's 0.1 % of the entries says little about a leaf at densities of 1 %
@@ -42,7 +42,7 @@ def drop_compress(
     *,
     layer_wise: bool = False,
     capacity: int | tuple[int, ...] | None = None,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -57,9 +57,10 @@ def drop_compress(
     The number sent varies with it: by 4 % (one standard deviation) at density 0.01, by 12 % at 0.001.
     `gcjax.top_k_compress` sends exactly the wanted number.
 
-    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
-    come after it, clipping may come before it: `optax.chain(gcjax.drop_compress(0.01), optax.sgd(0.1))`. At low
-    densities entries wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
+    learning rate come after it, clipping may come before it: `optax.chain(gcjax.drop_compress(0.01), optax.sgd(0.1))`.
+    At low densities entries wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects
+    for it.
 
     Args:
       density: share of the entries to send, in (0, 1].

@@ -5,8 +5,8 @@ Practically Faster Error Feedback", NeurIPS 2021, arXiv 2106.05203, on several n
 momentum before it: Ilyas Fatkhullin, Alexander Tyurin, Peter Richtarik, "Momentum Provably Improves Error Feedback!",
 NeurIPS 2023, arXiv 2305.15155, EF21-SGDM.
 
-**Wire format.** As `top_k_compress`: one uint32 vector per worker and bucket with the number of entries used (1 word);
-k indices; k float32 values. k is rounded up to a multiple of 32 by padding.
+**Wire format.** As `top_k_compress`: one uint32 vector per worker and bucket with the number of entries used (1 word)
+and the entries in compact form, always gathered.
 
 **Deviations.** (1) h_i starts at 0, so the first step sends C(g), one of the paper's two options; the other sends all
 of g. (2) k counts the entries of the whole model (of each bucket of a model above 2**28 entries). Zeros are not sent,
@@ -92,7 +92,7 @@ def ef21_compress(
     gcjax.ef21_compress(0.01, axis_name="data"), optax.sgd(0.1))`. Clipping of local gradients comes before it; weight
     decay and the learning rate come after it. A lower density needs a lower learning rate.
 
-    State: two float32 per parameter. Wire: 64 bits per sent entry.
+    State: two float32 per parameter. Wire: 41 bits per sent entry at density 1/100.
 
     Args:
       density: share of the entries to send, in (0, 1].
@@ -129,7 +129,7 @@ def ef21_compress(
         k = count_for_density(density, bucket.entries)
         change = bucket.join(gradient) - known
         message = Message(change, top_k_mask(change, k), code, bucket, capacities_for(k))
-        exchanged = exchange(message, TransportState.create(), comm, all_finite)
+        exchanged = exchange(message, TransportState.create(bucket), comm, all_finite)
         sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0))
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report
 

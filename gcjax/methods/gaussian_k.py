@@ -4,8 +4,8 @@
 Deep Learning", 2019, arXiv 1911.08772, Gaussian_k as in the authors' code: two-sided, and the last threshold that was
 counted is applied.
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
-float32 value per slot.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries with
+float32 values, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** (1) The standard deviation divides by d; d - 1 would divide by zero for a single parameter. (2) On
 overflow the largest entries are sent; the others stay in the residual. (3) Zeros are never sent.
@@ -39,7 +39,7 @@ def gaussian_k_compress(
     density: float,
     *,
     capacity: int | tuple[int, ...] | None = None,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -59,8 +59,9 @@ def gaussian_k_compress(
     k, and 6 times for some distributions. The mean must be small relative to the standard deviation; if it is far below
     zero, everything passes. `gcjax.sidco_compress` fits heavy tails better, `gcjax.drop_compress` fits any.
 
-    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
-    come after it, clipping may come before it: `optax.chain(gcjax.gaussian_k_compress(0.01), optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
+    learning rate come after it, clipping may come before it: `optax.chain(gcjax.gaussian_k_compress(0.01),
+    optax.sgd(0.1))`.
 
     Args:
       density: wanted share of the entries to send, in (0, 1].

@@ -7,6 +7,7 @@ and maximum norm of the experiments. The paper calls the blocks buckets.
 **Wire format.** One uint32 vector per worker and bucket: a float32 norm for each block; then `bits` packed masks with
 one bit per entry (`gcjax.extend.pack_mask`). The first bits - 1 masks are the level, lowest bit first; the last is the
 sign, 1 for negative. A block is the entries of bucket_size / 32 neighbouring mask words of a leaf, or fewer at its end.
+In two phases: such a vector to each owner, for its pieces of the leaves; then one from each owner to all.
 
 **Deviations.** The paper's blocks are consecutive entries; these are tiles of 32 rows. Elias coding has no static size:
 with encoding="elias" the packed words are sent all the same, and the report has the length of the code, in which the
@@ -28,8 +29,8 @@ from gcjax.extend import (
     bits_float,
     block_groups,
     compress,
+    dense_codec,
     float_bits,
-    gather_codec,
     pack_mask,
     pack_planes,
     uniform,
@@ -44,6 +45,7 @@ def qsgd_compress(
     norm: str = "max",
     encoding: str = "packed",
     key: Array,
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,10 +63,12 @@ def qsgd_compress(
     levels on the range that occurs: with 4 bits and blocks of 512 normally distributed entries the squared error is
     0.036 of the squared gradient, and 1.6 with the 2-norm.
 
-    State: none. Wire: `bits` bits per parameter and 32 per block, times the number of workers (an all-gather).
-    Momentum, weight decay and learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`. There is no error feedback: it would
-    diverge where the variance exceeds the squared gradient.
+    State: none. Wire: `bits` bits per parameter and 32 per block, to every other worker ("all_gather") or twice in all
+    ("two_phase"). In two phases each leaf is cut into a piece for each worker, and a block never spans two pieces. The
+    owner of a piece rounds the mean again, which adds about the variance of one more message: with p workers it is 1 +
+    1/p times that of one message, not 1/p. Momentum, weight decay and learning rate come after it, clipping may come
+    before it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`. There is no error feedback: it
+    would diverge where the variance exceeds the squared gradient.
 
     Args:
       bits: b, bits per entry with the sign, 1 to 8.
@@ -73,17 +77,19 @@ def qsgd_compress(
       encoding: "packed", or "elias" to report as `payload_bits` the length of the paper's code: for every entry that is
         not zero, its distance from the previous one and its level in Elias's omega code, and the sign.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
+      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
+        unless the leaves are small.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      ValueError: for an argument out of range; for bits=1 with norm="l2", whose variance would be d - 1 times the
-        squared gradient, or with encoding="elias", which would have no zeros to leave out.
+      ValueError: for an argument out of range or an unknown transport; for bits=1 with norm="l2", whose variance would
+        be d - 1 times the squared gradient, or with encoding="elias", which would have no zeros to leave out.
       TypeError: for an argument of the wrong type.
 
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none. **Non-finite input**: the
+    **Randomness**: every message and entry draws its own, with 24 bits. **Bias**: none. **Non-finite input**: the
     update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -129,7 +135,7 @@ def qsgd_compress(
         magnitude = scale * ((code & levels).astype(jnp.float32) / levels) if bits > 1 else scale
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
-    codec = gather_codec(encode, decode, feedback=False, key=key)
+    codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 

@@ -4,8 +4,8 @@
 Gradient Compression Technique for Distributed Training Systems", MLSys 2021, arXiv 2101.10761, with exponential fits
 (SIDCo-E).
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); an index per slot; a
-float32 value per slot.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries with
+float32 values, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** (1) The number of stages is fixed; the paper adds and removes stages by the counts of past steps. (2) A
 stage fits the magnitudes above the previous threshold, minus that threshold. The authors' code subtracts the smallest
@@ -41,7 +41,7 @@ def sidco_compress(
     *,
     stages: int = 3,
     capacity: int | tuple[int, ...] | None = None,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,8 +63,8 @@ def sidco_compress(
     times. The residual, which is truncated at the threshold, adds up to a half. More stages help with tails lighter
     than exponential and with lower densities.
 
-    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
-    come after it, clipping may come before it: `optax.chain(gcjax.sidco_compress(0.01), optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
+    learning rate come after it, clipping may come before it: `optax.chain(gcjax.sidco_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: :math:`\delta`, wanted share of the entries to send, in (0, 1].

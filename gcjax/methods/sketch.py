@@ -160,9 +160,9 @@ def sketch_compress(
         # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
         mean = mean.at[jnp.where(sent, position, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
         none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
-        report = SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits)
+        report = SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits, bits)
         sent_mask = _packed_mask(index, sent, bucket.size // WORD)
-        exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport.start_word, report, None)
+        exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport, report)
         return exchanged.mean, state.after(exchanged, values, all_finite), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -3,11 +3,11 @@
 **Source.** Nikko Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015, doi
 10.21437/Interspeech.2015-354.
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then one word per slot,
-sign (bit 31) and index (bits 0 to 30).
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries,
+with signs of 1 bit, in the layout that `wire` names (`gcjax._sparse.wire`). A word has the sign in bit 31.
 
-**Deviations.** The paper also compresses the words with Golomb-Rice codes of index gaps. These have no static size, so
-the plain words are sent. On overflow the largest entries are sent; the others stay in the residual.
+**Deviations.** The paper also compresses the words with Golomb-Rice codes of index gaps. These have no static size;
+Elias-Fano's code takes their place. On overflow the largest entries are sent; the others stay in the residual.
 """
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from gcjax.extend import (
     capacities_for,
     check_capacity,
     check_transport,
+    check_wire,
     compress,
     default_capacities,
     exchange,
@@ -42,11 +43,12 @@ def strom_compress(
     threshold: ArrayLike,
     *,
     capacity: int | tuple[int, ...] | None = None,
-    transport: str = "all_gather",
+    transport: str = "auto",
+    wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold, in one word per entry.
+    r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold.
 
     .. math::
         r \leftarrow r + g, \qquad |r| > \tau \;\Rightarrow\; \text{send } \mathrm{sign}(r),\;
@@ -57,12 +59,13 @@ def strom_compress(
     magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
     comes after it: `optax.chain(gcjax.strom_compress(0.01), optax.sgd(0.1))`.
 
-    State: a float32 and a bit per parameter. Wire: 32 bits per sent entry.
+    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
+    13 at 1/1000.
 
     Args:
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
       capacity: as in `gcjax.variance_compress`.
-      transport: as in `gcjax.variance_compress`.
+      transport, wire: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
@@ -85,6 +88,7 @@ def strom_compress(
     check_number("threshold", threshold, 0.0)
     check_capacity(capacity)
     check_transport(transport)
+    check_wire(wire, 1)
     code = sign_code(threshold)
 
     def init(bucket: Bucket) -> SparseState:
@@ -95,7 +99,7 @@ def strom_compress(
         bucket = state.bucket
         (r,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
         slots = default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
-        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots)
+        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots, wire=wire)
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))
         return exchanged.mean, new, exchanged.report

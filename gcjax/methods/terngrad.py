@@ -9,19 +9,23 @@ of uint32[b, words], in which each entry is a field of b bits that holds 0, 1 or
 b * j + k of mask word w (`gcjax.extend.pack_mask`) is field j, counted from the lowest bits, of word [k, w]. b is wide
 enough for the sum over all workers: 2, 4, 8 and 16 for up to 1, 7, 127 and 32767 workers. aggregate="gather": one
 uint32 vector per worker: a float32 scale for each leaf; then two packed masks with one bit per entry, first 1 for
-nonzero, then 1 for -1.
+nonzero, then 1 for -1. In two phases: such a vector to each owner, for its pieces of the leaves; then one from each
+owner to all.
 
 **Deviations.** The standard deviation for the clipping is taken about zero, not about the leaf's mean: the paper
 assumes a mean of zero, and a leaf with one entry, or with equal entries, would be clipped to zero. There is no
-parameter server: with "sum" the workers receive the sum itself; with "gather" every worker decodes all messages.
+parameter server: with "sum" the workers receive the sum itself; with "gather" every worker decodes all messages, or
+owners do and make the mean ternary once more, without clipping it.
 """
+
+import functools
 
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import LANES, WORD
 from gcjax._types import Array, ArrayLike, AxisNames
-from gcjax._validation import check_choice, check_number, check_random_key
+from gcjax._validation import check_choice, check_number, check_random_key, check_transport
 from gcjax.extend import (
     Bucket,
     CodecState,
@@ -29,9 +33,9 @@ from gcjax.extend import (
     Groups,
     bits_float,
     compress,
+    dense_codec,
     dense_report,
     float_bits,
-    gather_codec,
     leaf_groups,
     pack_planes,
     step_key,
@@ -45,6 +49,7 @@ def terngrad_compress(
     *,
     aggregate: str = "sum",
     key: Array,
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -59,8 +64,11 @@ def terngrad_compress(
     :math:`s |g'_i| - g'^2_i`. It grows with the largest entry, hence the clipping.
 
     State: none. Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per parameter (for p up to 1, 7, 127,
-    32767), "gather" all-gathers 2 bits, and both send 32 bits per leaf. "gather" moves less for p below 4, "sum" for p
-    above 8. Momentum, weight decay and learning rate come after it, and no clipping is needed before it:
+    32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per leaf, to every other worker ("all_gather")
+    or twice in all ("two_phase"); "auto" moves less than "sum". But in two phases each leaf is cut into a piece for
+    each worker, its owner, which makes the mean ternary again, with the largest of the piece as s. That adds the
+    variance of one more message, which no number of workers averages out. Momentum, weight decay and learning rate come
+    after it, and no clipping is needed before it:
     `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors leave out the last layer
     (`optax.partition`). Where workers disagree, clipping moves the point at which the mean gradient is zero; to reach
     the common optimum use clip=None, at the price of more variance.
@@ -69,16 +77,18 @@ def terngrad_compress(
       clip: c, above 0; None for no clipping.
       aggregate: "sum" or "gather".
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
+      transport: of "gather": "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3
+        workers on, unless the leaves are small.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      ValueError: for an argument out of range.
+      ValueError: for an argument out of range; for a transport of "sum", which has no choice.
       TypeError: for an argument of the wrong type.
 
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none except from clipping.
+    **Randomness**: every message and entry draws its own, with 24 bits. **Bias**: none except from clipping.
     **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -92,7 +102,10 @@ def terngrad_compress(
         check_number("clip", clip, 0.0)
     check_choice("aggregate", aggregate, ("sum", "gather"))
     check_random_key("key", key)
-    compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key)
+    check_transport(transport)
+    if aggregate == "sum" and transport != "auto":
+        raise ValueError(f"transport={transport!r} needs aggregate='gather': sums are all-reduced")
+    compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key, transport)
     return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
@@ -120,14 +133,14 @@ def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
     return Compressor(init, update)
 
 
-def _gathered(clip: ArrayLike | None, key: Array) -> Compressor:
+def _gathered(clip: ArrayLike | None, key: Array, transport: str) -> Compressor:
     """Every worker uses its own scale."""
 
     def code(x, scale, draw):
         taken = draw * scale < jnp.abs(x)  # a clipped entry has at least the scale: always taken
         return jnp.where(taken, jnp.where(x < 0, jnp.uint32(3), 1), 0)
 
-    def encode(x, bucket, key):
+    def encode(clip, x, bucket, key):
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
         codes = code(x, groups.per_entry(scale), uniform(key, bucket.positions()))
@@ -140,7 +153,8 @@ def _gathered(clip: ArrayLike | None, key: Array) -> Compressor:
         scale = groups.per_entry(bits_float(payload[: len(groups)]))
         return jnp.where(code == 0, 0, jnp.where(code == 3, -scale, scale))
 
-    return gather_codec(encode, decode, feedback=False, key=key)
+    encode_clipped, encode_mean = functools.partial(encode, clip), functools.partial(encode, None)
+    return dense_codec(encode_clipped, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
 
 
 def _largest_clipped(x: Array, groups: Groups, clip: ArrayLike | None) -> Array:

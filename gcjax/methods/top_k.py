@@ -4,8 +4,9 @@
 Convergence of Sparsified Gradient Methods", NeurIPS 2018, arXiv 1809.10505; Sebastian Stich, Jean-Baptiste Cordonnier,
 Martin Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv 1809.07599 (MEM-SGD).
 
-**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); k indices; k float32
-values. k is rounded up to a multiple of 32 by padding.
+**Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries with
+float32 values, in the compact form of `gcjax._sparse.wire`.
+k is rounded up to whole groups of slots by padding.
 
 **Deviations.** k counts the entries of the whole model (of each bucket of a model above 2**28 entries), not those of a
 layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest index on the wire.
@@ -21,7 +22,7 @@ from gcjax.extend import compress, count_for_density, sparse_method, top_k_mask
 def top_k_compress(
     density: float,
     *,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -33,9 +34,9 @@ def top_k_compress(
     and the update is the mean over workers of what they sent. Without the residual e, top-k does not converge; with
     it, :math:`\|e\|^2 \le (1 - k/d) \|a\|^2`.
 
-    State: a float32 and a bit per parameter. Wire: 64 bits per sent entry. Momentum, weight decay and learning rate
-    come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. At low densities entries wait long, and
-    momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
+    learning rate come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. At low densities entries
+    wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
 
     Args:
       density: share of the entries to send, in (0, 1].

@@ -74,7 +74,7 @@ def _variance(**options: Any) -> Callable:
     return _plain(gcjax.variance_compress, 1.5, **options)
 
 
-OWNERS = {"transport": "reduce_scatter"}
+OWNERS = {"transport": "two_phase"}
 ALL = tuple(MESHES)
 CASES = {
     "dense": Case("dense", _plain(gcjax.dense_compress), ALL, ENTRIES),
@@ -83,11 +83,11 @@ CASES = {
     "variance, one capacity": Case("variance", _variance(capacity=512, feedback=True), squares=True),
     "variance, density": Case("variance", _variance(density=0.01), squares=True),
     "variance, float32": Case("variance", _variance(values="float32", capacity=512), squares=True),
-    "variance, reduce_scatter": Case("variance", _variance(capacity=512, **OWNERS), squares=True),
+    "variance, two_phase": Case("variance", _variance(capacity=512, **OWNERS), squares=True),
     "hybrid": Case("variance", _variance(threshold=0.01), squares=True),
     "strom": Case("strom", _plain(gcjax.strom_compress, 0.01)),
     "top_k": Case("top_k", _plain(gcjax.top_k_compress, 0.01), ALL),
-    "top_k, reduce_scatter": Case("top_k", _plain(gcjax.top_k_compress, 0.01, **OWNERS), ALL),
+    "top_k, two_phase": Case("top_k", _plain(gcjax.top_k_compress, 0.01, **OWNERS), ALL),
     "dgc": Case("dgc", _plain(gcjax.dgc_compress, 0.01), reduced=VECTORS),
     "drop": Case("drop", _plain(gcjax.drop_compress, 0.01)),
     "drop, layer-wise": Case("drop", _plain(gcjax.drop_compress, 0.01, layer_wise=True)),

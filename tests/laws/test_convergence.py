@@ -31,7 +31,7 @@ def test_the_recommended_chain_reaches_the_common_optimum(name):
 
 def test_returned_entries_reach_the_optimum():
     # Every worker selects half of the entries, and owners pass on as many in all: most sums come back, many times.
-    tx = gcjax.top_k_compress(0.5, transport="reduce_scatter", axis_name="data")
+    tx = gcjax.top_k_compress(0.5, transport="two_phase", axis_name="data")
     assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
 
 

@@ -52,6 +52,11 @@ def stacked(tree):
     return jax.tree.map(lambda x: np.stack([x] * WORKERS), tree)
 
 
+def first_states(tx, params):
+    """The state of every worker, which depends on their number."""
+    return jax.pmap(tx.init, axis_name="data")(stacked(params))
+
+
 @functools.cache
 def steps(method):
     """A transform, its step in pmap and its step in shard_map."""
@@ -98,7 +103,7 @@ def assert_same_bits(a, b):
 )
 def test_pmap_and_shard_map_end_with_the_same_bits(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
-    in_pmap, pmap_state = train_in_pmap(method, stacked(params), stacked(tx.init(params)), data)
+    in_pmap, pmap_state = train_in_pmap(method, stacked(params), first_states(tx, params), data)
     placed = gcjax.place(tx.init(params), mesh_of(WORKERS))
     in_shard_map, state = train_in_shard_map(method, params, placed, data)
     for worker in range(WORKERS):
@@ -115,8 +120,8 @@ def test_pmap_and_shard_map_end_with_the_same_bits(method):
 )
 def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
-    expected, _ = train_in_pmap(method, stacked(params), stacked(tx.init(params)), data)
-    half, state = jax.device_get(train_in_pmap(method, stacked(params), stacked(tx.init(params)), data[:3]))
+    expected, _ = train_in_pmap(method, stacked(params), first_states(tx, params), data)
+    half, state = jax.device_get(train_in_pmap(method, stacked(params), first_states(tx, params), data[:3]))
     got, _ = train_in_shard_map(method, jax.tree.map(lambda x: x[0], half), out_of_pmap(state), data[3:])
     assert_same_bits(got, jax.tree.map(lambda x: x[0], expected))
     afresh = gcjax.place(tx.init(params), mesh_of(WORKERS))
@@ -127,13 +132,15 @@ def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
 def test_stacked_states_outside_pmap_raise():
     tx = METHODS["top_k"]
     with pytest.raises(ValueError, match="update got the state of 8 workers at once"):
-        tx.update(params_of(), stacked(tx.init(params_of())))
+        tx.update(params_of(), jax.pmap(tx.init, axis_name="data")(stacked(params_of())))
 
 
 def test_an_axis_of_another_name_is_refused():
     tx = METHODS["top_k"]
     with pytest.raises(ValueError, match=r"axis_name \('data',\) is not bound here"):
-        jax.pmap(lambda s, g: tx.update(g, s), axis_name="batch")(stacked(tx.init(params_of())), stacked(params_of()))
+        jax.pmap(lambda s, g: tx.update(g, s), axis_name="batch")(
+            jax.pmap(tx.init, axis_name="data")(stacked(params_of())), stacked(params_of())
+        )
 
 
 def test_a_gradient_summed_by_shard_map_raises():

@@ -257,7 +257,8 @@ def test_a_method_that_cannot_take_shards_says_so():
         gcjax.init_sharded(gcjax.ef21_compress(0.1, axis_name="slow"), np.zeros(16, np.float32), mesh, P("fast"))
 
 
-LOOPS = ["demo-decay", "onebit", "power_sgd-start", "drive-3-feedback"]  # loops and branches whose types must fit
+# Loops, branches and parts of owners, whose types must fit.
+LOOPS = ["demo-decay", "onebit", "power_sgd-start", "drive-3-feedback-owners"]
 ONE_OF_EACH = {row.public: row for row in methods() if row.public != "ef21_compress"}.values()
 WITH_SHARDS = [
     pytest.param(row, marks=() if row.name in LOOPS else pytest.mark.full, id=row.name) for row in ONE_OF_EACH

@@ -5,36 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from codec_oracle import CodecOracle
 from oracle import F
 from rows import Row
 
 import gcjax
 
 
-class DenseOracle:
-    """The plain mean. Sums over three or more workers may round in another order, so compare with a tolerance."""
+def row(dtype, transport="auto"):
+    exact = dtype == "float32"
 
-    def __init__(self, workers, sizes, dtype="float32"):
-        self.sizes, self.workers = sizes, workers
-        self.round = (lambda x: x) if dtype == "float32" else lambda x: x.astype(dtype).astype(F)
-
-    def step(self, gradients, squares):
-        del squares
-        entries = sum(self.sizes)
-        mean = [np.mean([self.round(g[leaf]) for g in gradients], axis=0) for leaf in range(len(self.sizes))]
-        return mean, [(entries, entries, 0, 0)] * self.workers
-
-
-def row(dtype):
     def make(axis_name=None, **more):
-        return gcjax.dense_compress(dtype, axis_name=axis_name, **more)
+        return gcjax.dense_compress(dtype, transport=transport, axis_name=axis_name, **more)
+
+    def code(leaves, places, words):
+        del places, words
+        return [x.astype(dtype).astype(F) for x in leaves]
 
     def make_oracle(workers, sizes):
-        return DenseOracle(workers, sizes, dtype)
+        """Sums over three or more workers may round in another order, so float32 is compared with a tolerance."""
+        return CodecOracle(workers, sizes, code, transport=transport)
 
-    exact = dtype == "float32"
     return Row(
-        f"dense-{dtype}",
+        f"dense-{dtype}{'-owners' * (transport == 'two_phase')}",
         "dense_compress",
         make,
         make_oracle,
@@ -48,7 +41,12 @@ def row(dtype):
     )
 
 
-ROWS = [row("float32"), row("bfloat16"), row("float16")]
+ROWS = [
+    row("float32"),
+    row("bfloat16", "all_gather"),
+    row("float16", "all_gather"),
+    row("float16", "two_phase"),
+]
 
 
 def chain(axis_name, learning_rate):
@@ -56,6 +54,11 @@ def chain(axis_name, learning_rate):
 
 
 CHAINS = {"dense_compress": chain}
+
+
+def test_float32_has_no_choice_of_transport():
+    with pytest.raises(ValueError, match="transport='two_phase' needs a dtype of 16 bits"):
+        gcjax.dense_compress(transport="two_phase")
 
 
 @pytest.mark.parametrize(("dtype", "at_1e5"), [("float16", np.inf), (jnp.bfloat16, 99840.0)])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compact import entries
 from harness import Runner, messages, residuals, sample_gradients, stacked, tree_of
 from optimum import decaying, distance_after_training
 from oracle import F, largest, split, wire
@@ -29,7 +30,7 @@ class DGCOracle:
         masking=True,
     ):
         self.sizes, self.densities, self.m, self.masking = sizes, densities, F(momentum), masking
-        self.nesterov, self.wire = nesterov, wire(transport, workers, sizes, capacity)
+        self.nesterov, self.wire = nesterov, wire(transport, workers, sizes, capacity, "float32")
         self.small = np.concatenate([np.full(n, n < dense_below) for n in sizes])
         self.u = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.v = [np.zeros(sum(sizes), F) for _ in range(workers)]
@@ -59,10 +60,7 @@ class DGCOracle:
                 u[sent] = 0
             counts.append((len(chosen) + dense, len(sent) + dense, 0, len(chosen) - len(sent)))
         self.steps += 1
-        mean, back = self.wire.deliver(messages)
-        for v, returned in zip(self.v, back, strict=True):
-            for i, y in returned.items():
-                v[i] += y
+        mean = self.wire.deliver(messages)
         for i in np.flatnonzero(self.small):
             g = F(np.mean([worker[i] for worker in flat], dtype=np.float64))
             self.dense_momentum[i] = self.m * self.dense_momentum[i] + g
@@ -75,6 +73,7 @@ def row(name, density, momentum, *, rare=False, densities=None, capacities=(), c
         if capacities:  # in a smaller capacity 1e38 would wait until momentum takes it out of float32's range
             more.pop("capacity", None)
         settings = {"momentum": momentum, "capacity": capacity, "axis_name": axis_name, "dense_below": 0}
+        settings["transport"] = "all_gather"
         return gcjax.dgc_compress(density, **(settings | options | more))
 
     def make_oracle(workers, sizes):
@@ -115,7 +114,7 @@ ROWS = [
         capacity=64,
         dense_below=32,
         masking=False,
-        transport="reduce_scatter",
+        transport="two_phase",
         wire=("f32",),
         rare=True,
     ),
@@ -186,15 +185,14 @@ def test_without_masking_momentum_outlives_sending():
     assert np.ravel(unmasked).tolist() == [1, 0.5, 0.25]
 
 
-def test_words_by_hand():
+def test_message_by_hand():
     g = {"bias": jnp.array([0.5, -0.25]), "matrix": jnp.array([[1.0, -8.0], [0.0, 2.0]])}
     given, info = messages(gcjax.dgc_compress(0.5, dense_below=3), g)
     (payload,) = given  # `messages` does not record the mean of the small leaf
-    assert len(payload) == 1 + 32 + 32
-    assert payload[[0, 1, 2]].tolist() == [2, 33, 35]  # the matrix is the second word
-    assert [hex(w) for w in payload[[33, 34]]] == ["0xc1000000", "0x40000000"]  # -8 and 2
+    assert payload[0] == 2
+    assert entries(payload[1:], 2, 32, 64, 32) == [(33, 0xC1000000), (35, 0x40000000)]  # the matrix is the second word
     assert (info.selected[0], info.sent[0], info.capacity) == (4, 4, 34)
-    assert info.payload_bits == 32 + 2 * 64 + 2 * 32
+    assert info.payload_bits == 32 + (2 * 5 + 4) + 2 * 32 + 2 * 32
 
 
 def test_clipping_four_workers_by_hand():

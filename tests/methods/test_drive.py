@@ -10,10 +10,11 @@ import optax
 import pytest
 import scipy.linalg
 import scipy.stats
+from codec_oracle import CodecOracle
 from harness import Runner, messages
 from optimum import decaying, distance_after_training
 from oracle import hash_bits
-from rows import INDICES, Row, seed_words
+from rows import Row, seed_words
 
 import gcjax
 from gcjax.methods import drive
@@ -37,31 +38,17 @@ def quantised(u, levels):
     return np.copysign([min(levels, key=lambda level: abs(level - abs(x))) for x in u], np.where(u < 0, -1, 1))
 
 
-class DriveOracle:
+def code_of(bits, feedback):
     """In float64. A leaf of at least 256 entries is rotated in blocks of 256, the last one padded with zeros."""
+    levels, h = LEVELS[bits], sylvester(BLOCK)
 
-    def __init__(self, workers, sizes, bits, feedback):
-        self.sizes, self.levels, self.feedback = sizes, LEVELS[bits], feedback
-        self.h = sylvester(BLOCK)
-        self.errors = [[np.zeros(n) for n in sizes] for _ in range(workers)]
-        self.steps = 0
+    def code(leaves, places, words):
+        return [
+            x if len(x) < BLOCK else decoded(x, signs_of(words, index))
+            for x, index in zip(leaves, places.indices, strict=True)
+        ]
 
-    def step(self, gradients, squares):
-        del squares
-        mean = [np.zeros(n) for n in self.sizes]
-        for w, leaves in enumerate(gradients):
-            words = seed_words(KEY, self.steps, rank=w)
-            for i, g in enumerate(leaves):
-                x = g + self.errors[w][i]
-                y = x if len(x) < BLOCK else self.decoded(x, signs_of(words, INDICES[i]))
-                mean[i] += y / len(gradients)
-                if self.feedback:
-                    self.errors[w][i] = x - y
-        self.steps += 1
-        entries = sum(self.sizes)
-        return [leaf.astype(np.float32) for leaf in mean], [(entries, entries, 0, 0)] * len(gradients)
-
-    def decoded(self, x, signs):
+    def decoded(x, signs):
         size = len(x)
         x, signs = np.pad(x, (0, -size % BLOCK)), np.pad(signs, (0, -size % BLOCK))
         y = np.zeros(len(x))
@@ -69,26 +56,37 @@ class DriveOracle:
             part = slice(begin, begin + BLOCK)
             if not x[part].any():
                 continue
-            rotation = self.h * signs[part] / np.sqrt(BLOCK)
+            rotation = h * signs[part] / np.sqrt(BLOCK)
             rotated = rotation @ x[part]
-            q = quantised(rotated * np.sqrt(BLOCK) / np.linalg.norm(x[part]), self.levels)
-            scale = rotated @ q / (q @ q) if self.feedback else x[part] @ x[part] / (rotated @ q)
+            q = quantised(rotated * np.sqrt(BLOCK) / np.linalg.norm(x[part]), levels)
+            scale = rotated @ q / (q @ q) if feedback else x[part] @ x[part] / (rotated @ q)
             y[part] = rotation.T @ (scale * q)
         return y[:size]
 
+    return code
 
-def row(bits, feedback):
+
+def row(bits, feedback, transport="all_gather", rare=True):
     def make(axis_name=None, **more):
-        return gcjax.drive_compress(bits, feedback=feedback, key=KEY, axis_name=axis_name, **more)
+        return gcjax.drive_compress(bits, feedback=feedback, key=KEY, transport=transport, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
-        return DriveOracle(workers, sizes, bits, feedback)
+        return CodecOracle(
+            workers,
+            sizes,
+            code_of(bits, feedback),
+            key=KEY,
+            feedback=feedback,
+            transport=transport,
+            dtype=np.float64,
+        )
 
-    name = f"drive-{bits}{'-feedback' if feedback else ''}"
-    return Row(name, "drive_compress", make, make_oracle, conserves=feedback, rtol=1e-5, rare=feedback)
+    name = f"drive-{bits}{'-feedback' * feedback}{'-owners' * (transport == 'two_phase')}"
+    return Row(name, "drive_compress", make, make_oracle, conserves=feedback, rtol=1e-5, rare=rare)
 
 
-ROWS = [row(1, False), row(3, True)]
+# With two workers, the largest leaf of the owners' rows is rotated.
+ROWS = [row(1, False, rare=False), row(3, True), row(1, False, "two_phase"), row(3, True, "two_phase")]
 
 
 # tests/laws/test_convergence.py has no leaf that is rotated; test_training_reaches_the_common_optimum has.
@@ -160,11 +158,14 @@ def test_the_bias_of_a_small_block_is_about_a_hundredth():
     assert bias_squared < 0.02**2 * np.sum(x**2)
 
 
-def test_eight_workers_have_an_eighth_of_the_error():
+@pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
+def test_eight_workers_have_an_eighth_of_the_error_and_owners_add_that_of_a_message(transport):
     x = NORMAL[: 1 << 14]
-    tx = gcjax.drive_compress(key=KEY, axis_name="data")
+    tx = gcjax.drive_compress(key=KEY, transport=transport, axis_name="data")
     update = Runner(tx, {"x": x}, 8).step({"x": np.stack([x] * 8)})["x"][0]
-    assert relative_error(update, x) == pytest.approx((math.pi / 2 - 1) / 8, rel=0.05)
+    one = math.pi / 2 - 1
+    expected = one / 8 if transport == "all_gather" else one / 8 + one * (1 + one / 8)
+    assert relative_error(update, x) == pytest.approx(expected, rel=0.05)
 
 
 def test_the_larger_of_two_entries_becomes_too_large():

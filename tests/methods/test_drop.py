@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compact import entries
 from harness import Runner, messages, residuals
 from optimum import decaying, distance_after_training
 from oracle import TINY, SparseOracle
@@ -30,7 +31,9 @@ def row(name, layer_wise):
     density = 0.05
 
     def make(axis_name=None, **more):
-        return gcjax.drop_compress(density, layer_wise=layer_wise, axis_name=axis_name, **more)
+        return gcjax.drop_compress(
+            density, layer_wise=layer_wise, axis_name=axis_name, **({"transport": "all_gather"} | more)
+        )
 
     def make_oracle(workers, sizes):
         def select(a, step):
@@ -75,13 +78,12 @@ def without_residual(tx):
     return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
 
 
-def test_words_by_hand():
+def test_message_by_hand():
     g = jnp.array([3.0, -0.5, -2.0, 0.25])
     (words,), info = messages(gcjax.drop_compress(0.5, capacity=32), g)
-    assert info.payload_bits == 32 + 2 * 64
-    assert len(words) == 1 + 32 + 32  # the count, indices, values
-    assert words[[0, 1, 2]].tolist() == [2, 0, 2]
-    assert [hex(w) for w in words[[33, 34]]] == ["0x40400000", "0xc0000000"]  # 3 and -2
+    assert info.payload_bits == 32 + (2 * 4 + 4) + 2 * 32  # in 2 slots: 3 low bits, 31 >> 3 is 3
+    assert words[0] == 2
+    assert entries(words[1:], 2, 32, 32, 32) == [(0, 0x40400000), (2, 0xC0000000)]  # 3 and -2
 
 
 def test_a_small_model_sends_exactly_the_density():

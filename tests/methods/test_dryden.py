@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compact import entries
 from harness import messages, residuals
 from optimum import decaying, distance_after_training
 from oracle import TINY, F, split, wire
@@ -34,7 +35,7 @@ def select(leaf, density):
 
 class DrydenOracle:
     def __init__(self, workers, sizes, density, capacity, transport):
-        self.sizes, self.density, self.wire = sizes, density, wire(transport, workers, sizes, capacity)
+        self.sizes, self.density, self.wire = sizes, density, wire(transport, workers, sizes, capacity, "power_of_two")
         self.errors = [np.zeros(sum(sizes), F) for _ in range(workers)]
 
     def step(self, gradients, squares):
@@ -52,16 +53,13 @@ class DrydenOracle:
                 a[i] -= means[i]
             self.errors[w] = a
             counts.append((len(means), len(sent), 0, len(means) - len(sent)))
-        mean, back = self.wire.deliver(messages)
-        for error, returned in zip(self.errors, back, strict=True):
-            for i, y in returned.items():
-                error[i] += y
+        mean = self.wire.deliver(messages)
         return split(mean, self.sizes), counts
 
 
-def row(name, density, capacity, transport="all_gather", rare=False):
+def row(name, density, capacity, transport="all_gather", wire="compact", rare=False):
     def make(axis_name=None, **more):
-        settings = {"capacity": capacity, "transport": transport, "axis_name": axis_name}
+        settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
         return gcjax.dryden_compress(density, **(settings | more))
 
     def make_oracle(workers, sizes):
@@ -83,7 +81,9 @@ def row(name, density, capacity, transport="all_gather", rare=False):
 ROWS = [
     row("capacities", 0.05, (64, 96, 128, 416)),
     row("overflow", 0.1, (32,), rare=True),
-    row("owners", 0.4, (64,), "reduce_scatter", rare=True),
+    row("owners", 0.4, (64,), "two_phase", rare=True),
+    row("words", 0.4, (64, 416), wire="word", rare=True),
+    row("owners-words", 0.4, (64, 416), "two_phase", "word", rare=True),
 ]
 
 
@@ -100,25 +100,30 @@ def bits(value):
     return hex(np.float32(value).view(np.uint32))
 
 
-def test_words_by_hand():
+def test_message_by_hand():
     # Leaf "a": of the positives 8, 4, 2, 1 half are sent, 8 and 4; the negative is alone. Leaf "b" is the second word.
     g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
     (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g)
     assert payload[0] == 4
     assert [hex(w) for w in payload[1:5]] == [bits(6.0), "0x0", bits(-0.5), bits(-5.0)]
+    assert entries(payload[5:], 4, 32, 64, 1) == [(1, 0), (2, 1), (4, 0), (34, 1)]
+    assert info.payload_bits == 32 * (1 + 4) + (4 * 4 + 8) + 4
+
+
+def test_words_by_hand():
+    g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
+    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32, wire="word"), g)
     assert [hex(w) for w in payload[5:9]] == ["0x1", "0x80000002", "0x4", "0x80000022"]
     assert len(payload) == 1 + 4 + 32
     assert info.payload_bits == 32 * (1 + 4 + 4)
 
 
-def test_class_mean_words_by_hand():
+def test_class_mean_code_by_hand():
     code = value_codes.class_mean_code()
-    words = code.encode(jnp.array([3.0, -0.3, -9.0]), jnp.array([5, 2**31 - 1, 0]), None, None)
-    assert [hex(w) for w in words.tolist()] == ["0x5", "0xffffffff", "0x80000000"]
-    means = jnp.array([[1.5, 2.5, 3.5], [-4.5, -5.5, -6.5]])
-    index, y = code.decode(words, lambda index, which=0: means[which].view(jnp.uint32))
-    assert index.tolist() == [5, 2**31 - 1, 0]
-    assert y.tolist() == [1.5, -5.5, -6.5]
+    signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None, None, None)
+    assert signs.tolist() == [0, 1, 1]
+    means = jnp.array([[1.5, 2.5, 3.5], [-4.5, -5.5, -6.5]]).view(jnp.uint32)
+    assert code.decode(signs, *means).tolist() == [1.5, -5.5, -6.5]
 
 
 def test_three_steps_by_hand():

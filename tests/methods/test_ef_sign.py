@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from codec_oracle import CodecOracle
+from optimum import decaying, distance_after_training
 from oracle import F
 from rows import Row
 
@@ -12,30 +14,23 @@ from gcjax._kernels.layout import layout_of
 from gcjax.methods import ef_sign
 
 
-class EFSignOracle:
-    def __init__(self, workers, sizes):
-        self.errors = [[np.zeros(n, F) for n in sizes] for _ in range(workers)]
-        self.sizes = sizes
-
-    def step(self, gradients, squares):
-        del squares
-        mean = [np.zeros(n, F) for n in self.sizes]
-        for leaves, errors in zip(gradients, self.errors, strict=True):
-            for i, g in enumerate(leaves):
-                a = g + errors[i]
-                scale = F(np.mean(np.abs(a), dtype=np.float64))
-                sent = np.where(a < 0, -scale, scale)
-                errors[i] = a - sent
-                mean[i] += sent / F(len(gradients))
-        entries = sum(self.sizes)
-        return mean, [(entries, entries, 0, 0)] * len(gradients)
+def code(leaves, places, words):
+    del places, words
+    scales = [F(np.mean(np.abs(a), dtype=np.float64)) for a in leaves]
+    return [np.where(a < 0, -scale, scale) for a, scale in zip(leaves, scales, strict=True)]
 
 
-def make(axis_name=None, **more):
-    return gcjax.ef_sign_compress(axis_name=axis_name, **more)
+def row(name, transport):
+    def make(axis_name=None, **more):
+        return gcjax.ef_sign_compress(transport=transport, axis_name=axis_name, **more)
+
+    def make_oracle(workers, sizes):
+        return CodecOracle(workers, sizes, code, feedback=True, transport=transport)
+
+    return Row(name, "ef_sign_compress", make, make_oracle, conserves=True, rtol=1e-5)
 
 
-ROWS = [Row("ef_sign", "ef_sign_compress", make, EFSignOracle, conserves=True, rtol=1e-5)]
+ROWS = [row("ef_sign", "all_gather"), row("ef_sign-owners", "two_phase")]
 
 
 def chain(axis_name, learning_rate):
@@ -101,6 +96,11 @@ def descend(tx, gradient, x, steps):
 
     run = jax.jit(lambda x: jax.lax.scan(step, (x, tx.init(x)), jnp.arange(steps))[0][0])
     return np.asarray(run(x))
+
+
+def test_workers_reach_the_common_optimum_through_owners():
+    tx = gcjax.ef_sign_compress(transport="two_phase", axis_name="data")
+    assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
 
 
 def rate(t):

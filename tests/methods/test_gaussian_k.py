@@ -35,7 +35,7 @@ def expected_entries(a, density):
 
 
 def make(axis_name=None, **more):
-    return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **more)
+    return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
 
 
 CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32

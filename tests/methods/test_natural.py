@@ -4,39 +4,38 @@ import jax
 import numpy as np
 import optax
 import pytest
+from codec_oracle import CodecOracle
 from harness import draws, messages
 from oracle import F, floor_log2, hash_bits
-from rows import POSITIONS, Row, seed_words
+from rows import Row
 
 import gcjax
 
 KEY = jax.random.key(13)
 
 
-class NaturalOracle:
-    def __init__(self, workers, sizes):
-        self.workers, self.sizes, self.steps = workers, sizes, 0
-
-    def step(self, gradients, squares):
-        del squares
-        mean = [np.zeros(n, F) for n in self.sizes]
-        for w, leaves in enumerate(gradients):
-            words = seed_words(KEY, self.steps, rank=w)
-            for leaf, x in enumerate(leaves):
-                draws = (hash_bits(words, POSITIONS[leaf]) >> np.uint32(9)) * 2.0**-23
-                for i in np.flatnonzero(x):
-                    power = 2.0 ** floor_log2(x[i])
-                    up = draws[i] >= 2 - abs(float(x[i])) / power  # as likely as the mantissa
-                    mean[leaf][i] += F(np.copysign(2 * power if up else power, x[i]) / self.workers)
-        self.steps += 1
-        return mean, [(sum(self.sizes),) * 2 + (0, 0)] * self.workers
+def code(leaves, places, words):
+    sent = [np.zeros(len(x), F) for x in leaves]
+    for leaf, x in enumerate(leaves):
+        draws = (hash_bits(words, places.positions[leaf]) >> np.uint32(9)) * 2.0**-23
+        for i in np.flatnonzero(x):
+            power = 2.0 ** floor_log2(x[i])
+            up = draws[i] >= 2 - abs(float(x[i])) / power  # as likely as the mantissa
+            sent[leaf][i] = np.copysign(2 * power if up else power, x[i])
+    return sent
 
 
-def make(axis_name=None, **more):
-    return gcjax.natural_compress(key=KEY, axis_name=axis_name, **more)
+def row(name, transport, rare=False):
+    def make(axis_name=None, **more):
+        return gcjax.natural_compress(key=KEY, transport=transport, axis_name=axis_name, **more)
+
+    def make_oracle(workers, sizes):
+        return CodecOracle(workers, sizes, code, key=KEY, transport=transport)
+
+    return Row(name, "natural_compress", make, make_oracle, rare=rare)
 
 
-ROWS = [Row("natural", "natural_compress", make, NaturalOracle)]
+ROWS = [row("natural", "all_gather"), row("natural-owners", "two_phase", rare=True)]
 
 
 def chain(axis_name, learning_rate):

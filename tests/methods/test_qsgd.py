@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from codec_oracle import CodecOracle
 from harness import draws, messages
 from oracle import F, uniform
-from rows import COLUMNS, POSITIONS, Row, seed_words
+from rows import Row
 
 import gcjax
 from gcjax._kernels.groups import block_groups
@@ -16,49 +17,50 @@ from gcjax._kernels.layout import layout_of
 KEY = jax.random.key(11)
 
 
-class QSGDOracle:
-    def __init__(self, workers, sizes, bits, bucket_size, norm):
-        self.workers, self.sizes, self.steps = workers, sizes, 0
-        self.levels, self.bucket_size, self.norm = 2 ** (bits - 1) - 1, bucket_size, norm
+def quantised(block, draws, levels, norm):
+    exact = block.astype(np.float64)
+    scale = F(np.abs(block).max() if norm == "max" else np.sqrt((exact**2).sum()))
+    sent = np.zeros(len(block), F)
+    for i, x in enumerate(block):
+        if x != 0:
+            position = F(levels) * (abs(x) / scale)
+            level = np.floor(position)
+            level += draws[i] < position - level
+            sent[i] = np.copysign(scale * (level / F(levels)), x)
+    return sent
 
-    def step(self, gradients, squares):
-        del squares
-        mean = [np.zeros(n, F) for n in self.sizes]
-        for w, leaves in enumerate(gradients):
-            words = seed_words(KEY, self.steps, rank=w)
-            for leaf, x in enumerate(leaves):
-                block_of = np.arange(len(x)) % COLUMNS[leaf] // (self.bucket_size // 32)
-                for k in range(block_of.max() + 1):
-                    block = np.flatnonzero(block_of == k)
-                    draws = uniform(words, POSITIONS[leaf][block])
-                    mean[leaf][block] += self.quantised(x[block], draws) / F(self.workers)
-        self.steps += 1
-        return mean, [(sum(self.sizes),) * 2 + (0, 0)] * self.workers
 
-    def quantised(self, block, draws):
-        exact = block.astype(np.float64)
-        norm = F(np.abs(block).max() if self.norm == "max" else np.sqrt((exact**2).sum()))
-        sent = np.zeros(len(block), F)
-        for i, x in enumerate(block):
-            if x != 0:
-                position = F(self.levels) * (abs(x) / norm)
-                level = np.floor(position)
-                level += draws[i] < position - level
-                sent[i] = np.copysign(norm * (level / F(self.levels)), x)
+def code_of(bits, bucket_size, norm):
+    def code(leaves, places, words):
+        sent = [np.zeros(len(x), F) for x in leaves]
+        for leaf, x in enumerate(leaves):
+            block_of = np.arange(len(x)) % places.columns[leaf] // (bucket_size // 32)
+            for k in range(block_of.max() + 1):
+                block = np.flatnonzero(block_of == k)
+                draws = uniform(words, places.positions[leaf][block])
+                sent[leaf][block] = quantised(x[block], draws, 2 ** (bits - 1) - 1, norm)
         return sent
 
+    return code
 
-def row(name, bits, bucket_size, norm, rare=False, **options):
+
+def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **options):
     def make(axis_name=None, **more):
-        return gcjax.qsgd_compress(bits, bucket_size, norm=norm, key=KEY, axis_name=axis_name, **options, **more)
+        return gcjax.qsgd_compress(
+            bits, bucket_size, norm=norm, key=KEY, transport=transport, axis_name=axis_name, **options, **more
+        )
 
     def make_oracle(workers, sizes):
-        return QSGDOracle(workers, sizes, bits, bucket_size, norm)
+        return CodecOracle(workers, sizes, code_of(bits, bucket_size, norm), key=KEY, transport=transport)
 
     return Row(name, "qsgd_compress", make, make_oracle, rtol=1e-6, rare=rare)
 
 
-ROWS = [row("qsgd-4", 4, 512, "max"), row("qsgd-3-elias", 3, 64, "l2", encoding="elias", rare=True)]
+ROWS = [
+    row("qsgd-4", 4, 512, "max"),
+    row("qsgd-3-elias", 3, 64, "l2", encoding="elias", rare=True),
+    row("qsgd-3-owners", 3, 64, "max", transport="two_phase"),
+]
 
 
 def chain(axis_name, learning_rate):

@@ -35,7 +35,7 @@ CAPACITIES = (64, 96, 128)  # 3/4, 5/4 and 2 times 59 of the 854 entries in mult
 
 def row(stages, density):
     def make(axis_name=None, **more):
-        return gcjax.sidco_compress(density, stages=stages, axis_name=axis_name, **more)
+        return gcjax.sidco_compress(density, stages=stages, axis_name=axis_name, **({"transport": "all_gather"} | more))
 
     def make_oracle(workers, sizes):
         return SparseOracle(workers, sizes, lambda a, step: expected_entries(a, density, stages), max(CAPACITIES))

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from codec_oracle import CodecOracle
 from harness import Runner, draws, messages
 from oracle import F, uniform
 from rows import POSITIONS, Row, seed_words
@@ -14,45 +15,59 @@ from gcjax.methods.terngrad import field_bits
 KEY = jax.random.key(17)
 
 
-class TernGradOracle:
-    def __init__(self, workers, sizes, clip, shared):
-        self.workers, self.sizes, self.clip, self.shared, self.steps = workers, sizes, clip, shared, 0
+def clipped_to(clip, x):
+    limit = F(clip * np.sqrt((x.astype(np.float64) ** 2).mean()))
+    return np.clip(x, -limit, limit)
+
+
+def ternary(x, scale, draws):
+    return np.where(draws * scale < np.abs(x), np.copysign(scale, x), F(0))
+
+
+class SumOracle:
+    def __init__(self, workers, sizes, clip):
+        self.workers, self.sizes, self.clip, self.steps = workers, sizes, clip, 0
 
     def step(self, gradients, squares):
         del squares
         mean = [np.zeros(n, F) for n in self.sizes]
         for leaf in range(len(self.sizes)):
-            clipped = [self.clipped(g[leaf]) for g in gradients]
-            scales = [np.abs(x).max() for x in clipped]
-            if self.shared:
-                scales = [max(scales)] * self.workers
-            for w, (x, scale) in enumerate(zip(clipped, scales, strict=True)):
+            clipped = [clipped_to(self.clip, g[leaf]) for g in gradients]
+            scale = np.abs(clipped).max()
+            for w, x in enumerate(clipped):
                 draws = uniform(seed_words(KEY, self.steps, rank=w), POSITIONS[leaf])
-                for i in np.flatnonzero(x):
-                    if draws[i] * scale < abs(x[i]):
-                        mean[leaf][i] += np.copysign(scale, x[i]) / F(self.workers)
+                mean[leaf] += ternary(x, scale, draws) / F(self.workers)
         self.steps += 1
         return mean, [(sum(self.sizes),) * 2 + (0, 0)] * self.workers
 
-    def clipped(self, x):
-        limit = F(self.clip * np.sqrt((x.astype(np.float64) ** 2).mean()))
-        return np.clip(x, -limit, limit)
+
+def code(leaves, places, words):
+    draws = [uniform(words, positions) for positions in places.positions]
+    return [ternary(x, np.abs(x).max(), u) for x, u in zip(leaves, draws, strict=True)]
 
 
-def row(aggregate, clip, wire, rare=False):
+def row(name, aggregate, clip, wire, transport="auto", rare=False):
     def make(axis_name=None, **more):
-        return gcjax.terngrad_compress(clip, aggregate=aggregate, key=KEY, axis_name=axis_name, **more)
+        options = {"aggregate": aggregate, "transport": transport, "key": KEY}
+        return gcjax.terngrad_compress(clip, **options, axis_name=axis_name, **more)
+
+    def code_clipped(leaves, places, words):
+        return code([clipped_to(clip, x) for x in leaves], places, words)
 
     def make_oracle(workers, sizes):
-        return TernGradOracle(workers, sizes, clip, shared=aggregate == "sum")
+        if aggregate == "sum":
+            return SumOracle(workers, sizes, clip)
+        return CodecOracle(workers, sizes, code_clipped, key=KEY, transport=transport, code_mean=code)
 
-    return Row(
-        f"terngrad-{aggregate}", "terngrad_compress", make, make_oracle, rtol=1e-6, wire=frozenset(wire), rare=rare
-    )
+    return Row(name, "terngrad_compress", make, make_oracle, rtol=1e-6, wire=frozenset(wire), rare=rare)
 
 
 # A clip of 1.5 clips many entries.
-ROWS = [row("sum", 2.5, {"u32", "s32", "f32"}), row("gather", 1.5, {"u32", "s32"}, rare=True)]
+ROWS = [
+    row("terngrad-sum", "sum", 2.5, {"u32", "s32", "f32"}),
+    row("terngrad-gather", "gather", 1.5, {"u32", "s32"}, "all_gather", rare=True),
+    row("terngrad-owners", "gather", 1.5, {"u32", "s32"}, "two_phase", rare=True),
+]
 
 
 def chain(axis_name, learning_rate):
@@ -178,6 +193,8 @@ def test_payload_bits_count_entries_and_scales(aggregate, workers, bits):
         ({"clip": 0.0}, ValueError, r"clip must be in \(0, inf\), got 0.0"),
         ({"clip": float("inf")}, ValueError, "clip.*inf"),
         ({"aggregate": "mean"}, ValueError, "'sum', 'gather', got 'mean'"),
+        ({"aggregate": "gather", "transport": "ring"}, ValueError, "'all_gather', 'two_phase', 'auto', got 'ring'"),
+        ({"transport": "two_phase"}, ValueError, "'two_phase' needs aggregate='gather'"),
         ({"key": None}, TypeError, "key must be a key made by jax.random.key"),
     ],
 )

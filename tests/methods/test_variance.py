@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import Runner, residuals, sample_gradients, stacked, tree_of
+from compact import entries
+from harness import Runner, messages, residuals, sample_gradients, stacked, tree_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from rows import CAPACITY, SIZES, Row
@@ -27,7 +28,9 @@ def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **option
         return gcjax.variance_compress(**(settings | {"axis_name": axis_name} | more))
 
     def make_oracle(workers, sizes):
-        return VarianceOracle(workers, sizes, **(settings | {"capacity": slots}))
+        return VarianceOracle(
+            workers, sizes, **({k: settings[k] for k in settings if k != "wire"} | {"capacity": slots})
+        )
 
     hybrid, exact = "threshold" in options, options.get("values") == "float32"
     return Row(
@@ -36,7 +39,7 @@ def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **option
         make,
         None if options.get("values") == "levels" else make_oracle,
         conserves=hybrid or exact or options.get("feedback", False),
-        capacities=tuple(math.ceil(wanted / 32) * 32 for wanted in slots),
+        capacities=slots,
         transport=transport,
         bucket_invariant=(hybrid or exact) and capacity == CAPACITY and transport == "all_gather",
         uses_squares=True,
@@ -45,7 +48,7 @@ def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **option
 
 
 LEVELS = {"values": "levels", "key": jax.random.key(7)}
-OWNERS = {"transport": "reduce_scatter"}
+OWNERS = {"transport": "two_phase"}
 ROWS = [
     row("paper"),
     row("drop", underflow="drop", rare=True),
@@ -56,10 +59,13 @@ ROWS = [
     row("levels", **LEVELS, rare=True),
     row("hybrid", threshold=0.5),
     row("density", density=0.15, feedback=True, capacity=None),
+    row("words", wire="word", rare=True),
+    row("owners-words", wire="word", capacity=(320,), **OWNERS, rare=True),
+    row("owner-density", alpha=5.0, owner_density=0.3, feedback=True, capacity=(64, 160, 864), **OWNERS),
     row("owners-density", density=0.15, feedback=True, capacity=None, **OWNERS, rare=True),
     row("overflow", capacity=(64,), values="float32"),
     row("paper-overflow", capacity=(64,), rare=True),
-    row("owners", feedback=True, capacity=(416, 864), **OWNERS),
+    row("owners", alpha=5.0, feedback=True, capacity=(64, 160, 864), **OWNERS),
     row("owners-paper-overflow", capacity=(64,), **OWNERS, rare=True),
     row("owners-hybrid-overflow", capacity=(64,), threshold=0.5, **OWNERS, rare=True),
     row("owners-float16", values="float16", capacity=(320,), **OWNERS, rare=True),
@@ -77,38 +83,58 @@ def chain(axis_name, learning_rate):
 CHAINS = {"variance_compress": chain}
 
 
-def scale_of_leaf(biased):
-    return lambda index: jnp.full(index.shape, biased, jnp.uint32)
-
-
 def test_power_of_two_words_by_hand():
     # The leaf's largest is 6.5, so E = 2 and values are 4, 2, 1, ... 1/32 for d = 0, 1, 2, ... 7.
-    x = jnp.array([6.5, -4.0, 3.0, 2.9, -0.75, 0.0235, 1.0])
-    index = jnp.array([0, 1, 2, 3, 268435455, 7, 16])
-    code = value_codes.power_of_two_code()
-    words = code.encode(x, index, jnp.full(7, 129, jnp.uint32), None)
+    g = jnp.array([6.5, -4.0, 3.0, 2.9, -0.75, 0.0235, 1.0, 0.0234])
+    tx = gcjax.variance_compress(1e-6, capacity=32, wire="word")
+    update, _ = tx.update(g, tx.init(g), sum_grad_squared=g * g)
+    (payload,), info = messages(_with_squares(tx), g)
     by_hand = [
+        7,  # entries
+        129,  # E, biased
         0x00000000,  # 6.5 -> nearest 8, limited to 4: d = 0, index 0
         0x80000001,  # -4 -> d = 0, sign
         0x00000002,  # 3 -> the mid-point of 2 and 4 rounds up: d = 0
         0x10000003,  # 2.9 -> 2: d = 1
-        0xAFFFFFFF,  # -0.75 -> the mid-point of 0.5 and 1 rounds up to 1: d = 2, the largest index
-        0x70000007,  # 0.0235 -> above 0.75 / 32: 1 / 32, d = 7
-        0x20000010,  # 1 -> d = 2, index 16
+        0xA0000004,  # -0.75 -> the mid-point of 0.5 and 1 rounds up to 1: d = 2
+        0x70000005,  # 0.0235 -> above 0.75 / 32: 1 / 32, d = 7
+        0x20000006,  # 1 -> d = 2, index 6
     ]
-    assert [hex(w) for w in words.tolist()] == [hex(w) for w in by_hand]
-    back, y = code.decode(words, scale_of_leaf(129))
-    assert back.tolist() == index.tolist()
-    assert y.tolist() == [4.0, -4.0, 4.0, 2.0, -1.0, 0.03125, 1.0]
-    assert float(code.smallest(jnp.array([129], jnp.uint32))[0]) == 0.75 / 32
+    assert [hex(w) for w in payload[:9].tolist()] == [hex(w) for w in by_hand]
+    assert len(payload) == 2 + 32
+    assert update.tolist() == [4.0, -4.0, 4.0, 2.0, -1.0, 0.03125, 1.0, 0.0]
+    assert (info.sent, info.underflow, info.payload_bits) == (7, 1, 32 + 8 + 7 * 32)
 
 
-def test_level_words_by_hand():
+def _with_squares(tx):
+    return optax.GradientTransformation(tx.init, lambda g, state: tx.update(g, state, sum_grad_squared=g * g))
+
+
+def test_the_same_message_in_compact_form():
+    g = jnp.array([6.5, -4.0, 3.0, 2.9, -0.75, 0.0235, 1.0, 0.0234])
+    (payload,), info = messages(_with_squares(gcjax.variance_compress(1e-6, capacity=32)), g)
+    assert payload[:2].tolist() == [7, 129]
+    codes = [0x0, 0x8, 0x0, 0x1, 0xA, 0x7, 0x2]
+    assert entries(payload[2:], 7, 32, 32, 4) == list(enumerate(codes))
+    assert info.payload_bits == 32 + 8 + (7 * 3 + 8) + 7 * 4  # in 7 slots: 2 low bits, 31 >> 2 is 7
+
+
+def test_one_code_stands_for_zero_in_owners_messages():
+    code = value_codes.power_of_two_code(has_zero=True)
+    scale = jnp.full(5, 129, jnp.uint32)
+    x = jnp.array([6.5, -4.0, 0.0468, 0.0469, 0.0])  # 0.75 / 16 is 0.046875
+    codes = code.encode(x, scale, None, None)
+    assert codes.tolist() == [0, 8, 7, 6, 7]
+    assert code.decode(codes, scale).tolist() == code.round(x, scale).tolist() == [4.0, -4.0, 0.0, 0.0625, 0.0]
+    assert (jnp.abs(x) >= code.smallest(scale)).tolist() == [True, True, False, True, False]
+
+
+def test_level_code_by_hand():
     code = value_codes.level_code()
-    scale = jax.lax.bitcast_convert_type(jnp.full(3, 7.0), jnp.uint32)  # the leaf's largest is 7: levels are integers
-    words = code.encode(jnp.array([7.0, -3.0, 0.0]), jnp.array([1, 2, 3]), scale, jax.random.key(0))
-    assert [hex(w) for w in words.tolist()] == ["0x70000001", "0xb0000002", "0x3"]
-    assert code.decode(words, lambda index: scale)[1].tolist() == pytest.approx([7.0, -3.0, 0.0], rel=1e-6)
+    scale = jnp.full(3, 7.0).view(jnp.uint32)  # the leaf's largest is 7: levels are integers
+    codes = code.encode(jnp.array([7.0, -3.0, 0.0]), scale, jnp.arange(3), jax.random.key(0))
+    assert codes.tolist() == [7, 8 + 3, 0]
+    assert code.decode(codes, scale).tolist() == pytest.approx([7.0, -3.0, 0.0], rel=1e-6)
 
 
 @pytest.mark.parametrize("bits", [16, 32])
@@ -116,12 +142,31 @@ def test_float_codes_keep_the_precision_of_the_format(bits):
     code = value_codes.float_code(bits)
     x = jnp.array([1e-6, -3.0, 1000.5, 2.0**-3])
     scale = code.to_scale(jnp.full(4, value_codes.float_bits(jnp.float32(1000.5))))
-    words = code.encode(x, jnp.arange(4), scale, None)
-    assert len(words) == 4 * (32 + bits) // 32
-    index, y = code.decode(words, lambda index: scale)
-    assert index.tolist() == [0, 1, 2, 3]
+    codes = code.encode(x, scale, None, None)
+    assert (codes < 2.0**bits).all()
+    y = code.decode(codes, scale)
     np.testing.assert_allclose(y, x, rtol=0 if bits == 32 else 2**-11, atol=0 if bits == 32 else 1e-4)
     np.testing.assert_array_equal(y, code.round(x, scale))
+
+
+@pytest.mark.parametrize("code", [value_codes.float_code(16), value_codes.level_code()], ids=["float16", "levels"])
+def test_codes_keep_the_largest_numbers(code):
+    """XLA flushes the inverse of a number above 2**126."""
+    x = jnp.array([3e38, -2e38])
+    scale = code.to_scale(jnp.full(2, value_codes.float_bits(jnp.float32(3e38))))
+    y = code.decode(code.encode(x, scale, jnp.arange(2), jax.random.key(0)), scale)
+    np.testing.assert_allclose(y, x, rtol=0.3)
+
+
+def test_a_wire_or_owner_density_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="wire must be one of 'compact', 'word', got 'x'"):
+        gcjax.variance_compress(wire="x")
+    with pytest.raises(ValueError, match="wire='word' has 4 bits for a value, of which 32 are to be sent"):
+        gcjax.variance_compress(wire="word", values="float32")
+    with pytest.raises(ValueError, match=r"owner_density=0\.25 needs transport='two_phase', got transport='auto'"):
+        gcjax.variance_compress(owner_density=0.25)
+    with pytest.raises(ValueError, match="owner_density"):
+        gcjax.variance_compress(owner_density=1.5, transport="two_phase")
 
 
 def test_a_single_sample_never_passes():

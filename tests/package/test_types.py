@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import gcjax
-from gcjax.extend import Bucket, Compressor, compress, gather_codec
+from gcjax.extend import Bucket, Compressor, compress, dense_codec
 
 
 def loss_fn(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ state: gcjax.TrainState = step.init({"w": jnp.ones(2)}, key=jax.random.key(0))
 state, metrics = step(state, jnp.ones((64, 2)))
 loss: jax.Array = metrics.loss
 ratio: float = gcjax.info(state.opt_state).compression_ratio
-codec: Compressor = gather_codec(encode, decode, feedback=True)
+codec: Compressor = dense_codec(encode, decode, feedback=True)
 mine = compress(codec, axis_name="data")
 plan: gcjax.Plan = gcjax.plan("25.6M", workers=16, link="1Gbit", step_time="0.3s")
 speedup: float = plan.best.speedup

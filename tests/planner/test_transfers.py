@@ -1,12 +1,14 @@
 """The transfers that the planner counts are those of real steps."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compact import compact_words
 from harness import Runner, limited_buckets, mesh_of
 from jax.sharding import PartitionSpec as P
 from rows import SHAPES, methods
@@ -20,18 +22,22 @@ WORKERS = 8
 
 
 def real_bytes(row):
-    """Bytes that the collectives of a real step move, with the largest branch. The step is only traced."""
+    """Bytes that the collectives of a real step move, with the largest branches. The step is only traced."""
     comms = []
 
     def recorded(comm):
-        branches = []
-        comms.append((comm, branches))
+        choices = [[]]  # a maximum stands before each choice between branches
+        comms.append((comm, choices))
 
         def metered():
-            branches.append(comm.metered())
-            return branches[-1]
+            choices[-1].append(comm.metered())
+            return choices[-1][-1]
 
-        return dataclasses.replace(comm, metered=metered)
+        def maximum(x):
+            choices.append([])
+            return comm.max(x)
+
+        return dataclasses.replace(comm, metered=metered, max=maximum)
 
     tx, mesh = row.make("data"), mesh_of(WORKERS)
     state = jax.eval_shape(lambda params: gcjax.place(tx.init(params), mesh), PARAMS)
@@ -49,8 +55,9 @@ def real_bytes(row):
     gradients = jax.tree.map(lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype), PARAMS)
     with replaced_comm(lambda *axes: recorded(mesh_comm(*axes))):
         jax.eval_shape(step, state, gradients)
-    ((comm, branches),) = comms
-    return comm.bytes_moved() + max((branch.bytes_moved() for branch in branches), default=0)
+    ((comm, choices),) = comms
+    largest = [max((branch.bytes_moved() for branch in branches), default=0) for branches in choices]
+    return comm.bytes_moved() + sum(largest)
 
 
 @pytest.mark.parametrize("row", methods(), ids=lambda row: row.name)
@@ -71,12 +78,14 @@ def test_transfers_add_up_to_the_bytes_of_info(name):
 
 
 def test_the_largest_capacity_counts_in_every_bucket():
-    tx = gcjax.variance_compress(capacity=(32, 64))
+    tx = gcjax.variance_compress(capacity=(32, 64), transport="all_gather")
     once = transfers_of(tx, jnp.zeros(1024), 4, True)
     with limited_buckets(512):
         twice = transfers_of(tx, jnp.zeros(1024), 4, True)
-    assert [t for t in once if t.kind == "all_gather"] == [Transfer("all_gather", 4 * 72)]  # 1 + 1 + 64, in whole 8
-    assert [t for t in twice if t.kind == "all_gather"] == [Transfer("all_gather", 4 * 72)] * 2
+    of = {places: 2 + compact_words(64, places, 4) for places in (1024, 512)}  # a count and a scale
+    in_eights = {places: 4 * 8 * math.ceil(words / 8) for places, words in of.items()}
+    assert [t for t in once if t.kind == "all_gather"] == [Transfer("all_gather", in_eights[1024])]
+    assert [t for t in twice if t.kind == "all_gather"] == [Transfer("all_gather", in_eights[512])] * 2
 
 
 def test_each_choice_between_branches_counts_once():

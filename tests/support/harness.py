@@ -45,11 +45,12 @@ class Runner:
 
     def __init__(self, tx, params, workers, mode="shard_map"):
         self.tx, self.workers, self.mode = tx, workers, mode
-        state = tx.init(params)
         if mode == "pmap":
-            self.start = jax.tree.map(lambda x: np.stack([x] * workers), state)
-            self._step = jax.pmap(self._local, axis_name="data", devices=jax.devices()[:workers])
+            over = {"axis_name": "data", "devices": jax.devices()[:workers]}
+            self.start = jax.pmap(lambda worker: tx.init(params), **over)(np.arange(workers))
+            self._step = jax.pmap(self._local, **over)
         else:
+            state = tx.init(params)
             axes = axes_of(mode)
             mesh = (
                 jax.make_mesh((2, workers // 2), axes, (AxisType.Auto,) * 2) if mode == "two axes" else mesh_of(workers)
@@ -107,6 +108,21 @@ def draws(tx, gradient, steps):
         return state, updates
 
     return np.asarray(jax.lax.scan(step, tx.init(gradient), length=steps)[1])
+
+
+def shared_draws(tx, gradients, steps):
+    """The same of several workers with gradients (workers, *shape), along the axis "data"."""
+    state, mesh = gcjax.place(tx.init(gradients[0]), mesh_of(len(gradients))), mesh_of(len(gradients))
+
+    def run(state, gradients):
+        def step(state, _):
+            updates, state = tx.update(gradients[0], state)
+            return state, updates
+
+        return jax.lax.scan(step, state, length=steps)[1]
+
+    specs = (gcjax.state_specs(state), P("data"))
+    return np.asarray(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(state, gradients))
 
 
 def messages(tx, gradients):

@@ -7,7 +7,8 @@ products round as they do in the package.
 import math
 
 import numpy as np
-from rows import INDICES
+from compact import compact_words
+from rows import INDICES, rounded_up, slots_per_owner
 
 F = np.float32
 INDEX = np.concatenate(INDICES)  # on the wire, of every parameter
@@ -66,12 +67,12 @@ class SparseOracle:
       sizes: entries of each leaf.
       select: select(a, step) -> positions to send, with a one worker's leaves as one flat array.
       capacity: most entries that can be sent, or several capacities, or None. On overflow the largest are sent.
-      transport: "all_gather" or "reduce_scatter".
+      transport: "all_gather" or "two_phase".
     """
 
     def __init__(self, workers, sizes, select, capacity=None, transport="all_gather"):
         self.sizes, self.select = sizes, select
-        self.wire = wire(transport, workers, sizes, capacity)
+        self.wire = wire(transport, workers, sizes, capacity, "float32")
         self.a = [np.zeros(sum(sizes), F) for _ in range(workers)]
         self.steps = 0
 
@@ -86,11 +87,7 @@ class SparseOracle:
             self.a[w][sent] = 0
             counts.append((len(chosen), len(sent), 0, len(chosen) - len(sent)))
         self.steps += 1
-        mean, back = self.wire.deliver(messages)
-        for w, returned in enumerate(back):
-            for i, y in returned.items():
-                self.a[w][i] += y
-        return split(mean, self.sizes), counts
+        return split(self.wire.deliver(messages), self.sizes), counts
 
 
 def split(flat, sizes):
@@ -98,18 +95,20 @@ def split(flat, sizes):
     return np.split(flat, np.cumsum(sizes)[:-1])
 
 
-def wire(transport, workers, sizes, capacity):
+def wire(transport, workers, sizes, capacity, values, owner_density=None):
     """The exchange: `fit` selects the entries of a worker that are sent, `deliver` adds those of all workers.
 
     Args:
-      transport: "all_gather" or "reduce_scatter".
+      transport: "all_gather" or "two_phase".
       workers: number of workers.
       sizes: entries of each leaf.
       capacity: a number of slots, several of them, or None.
+      values: how owners send theirs: "float32", "float16" or "power_of_two".
+      owner_density: share of its entries that an owner sends, or None.
     """
     if transport == "all_gather" or workers == 1:
         return AllGather(sizes, max(capacity) if isinstance(capacity, tuple) else capacity)
-    return Owners(workers, sizes, capacity)
+    return Owners(workers, sizes, capacity, values, owner_density)
 
 
 class AllGather:
@@ -122,23 +121,39 @@ class AllGather:
         return keep_largest(self.capacity, chosen, x)
 
     def deliver(self, messages):
-        """Each worker's {parameter: value} -> the mean; and for each worker {parameter: value}, what is returned."""
+        """Each worker's {parameter: value} -> the mean."""
         mean = np.zeros(sum(self.sizes), F)
         for message in messages:
             for i, y in message.items():
                 mean[i] += F(y / F(len(messages)))
-        return mean, [{} for _ in messages]
+        return mean
 
 
 class Owners:
-    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.reduce_scatter`."""
+    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.two_phase`."""
 
-    def __init__(self, workers, sizes, capacity):
-        self.workers, self.sizes = workers, sizes
-        wanted = capacity if isinstance(capacity, tuple) else (capacity,)
-        self.slots = sorted(max(math.ceil(math.ceil(slots / 32) * 32 / workers), 32) for slots in wanted)
+    def __init__(self, workers, sizes, capacity, values, owner_density):
+        self.workers, self.sizes, self.values = workers, sizes, values
+        self.slots = slots_per_owner(capacity if isinstance(capacity, tuple) else (capacity,), workers)
         self.rounds = 128  # each owner has room for the words of one block, as it has at least one of them
         self.first_round = [0] * workers
+        self.leaf = np.repeat(np.arange(len(sizes)), sizes)
+        self.owner_of = np.array([self.owner(i)[0] for i in range(sum(sizes))])
+        self.owed = np.zeros(sum(sizes), F)
+        words = math.ceil((int(INDEX.max()) // 32 + 1) / workers)
+        most = min(workers * self.slots[-1], 32 * words)
+        if owner_density is not None:
+            most = max(min(most, math.ceil(owner_density * sum(sizes) / workers)), 32)
+        code_bits = {"float32": 32, "float16": 16, "power_of_two": 4}[values]
+        steps, size = [], min(self.slots[0], most)
+        while size < most:
+            steps.append(round(size))
+            size *= 2**0.5
+        ladder = rounded_up([*steps, most])
+        shorter = [k for k in ladder if compact_words(k, 32 * words, code_bits) < code_bits * words]
+        self.limit = max(shorter or ladder[:1])  # of a sparse message
+        self.has_dense = len(shorter) < len(ladder)
+        self.bounded = owner_density is not None and not self.has_dense
 
     def owner(self, i):
         """The owner of parameter i, and the round in which its word was dealt."""
@@ -152,7 +167,7 @@ class Owners:
         for owner in range(self.workers):
             by_round = {}
             for i in chosen:
-                if self.owner(i)[0] == owner:
+                if self.owner_of[i] == owner:
                     by_round.setdefault(self.owner(i)[1], []).append(i)
             room = self.slots[-1]
             for dealt_in in sorted(by_round, key=lambda r: (r < first, r)):
@@ -165,22 +180,40 @@ class Owners:
         return sorted(sent)
 
     def deliver(self, messages):
-        share = F(1) / F(self.workers)  # XLA multiplies by it, which can decide ties between sums
-        sums, passed_on = np.zeros(sum(self.sizes), F), np.zeros(sum(self.sizes), F)
+        share = F(1) / F(self.workers)  # XLA multiplies by it
+        total = self.owed.copy()
         for message in messages:
             for i, y in message.items():
-                sums[i] += F(y * share)
-        fullest = max(
-            sum(self.owner(i)[0] == owner for i in message) for message in messages for owner in range(self.workers)
-        )
-        slots = next(slots for slots in self.slots if slots >= fullest)
-        back = []
-        for owner in range(self.workers):
-            owned = [i for i in range(len(sums)) if sums[i] != 0 and self.owner(i)[0] == owner]
-            best = [owned[j] for j in largest(np.abs(sums[owned]), slots, INDEX[owned])]
-            passed_on[best] = sums[best]
-            back.append({i: F(sums[i] * F(self.workers)) for i in owned if i not in best})
-        return passed_on, back
+                total[i] += F(y * share)
+        exponent = {}  # of the largest of each owner's part of a leaf
+        for i in np.flatnonzero(total):
+            at = self.owner_of[i], self.leaf[i]
+            exponent[at] = max(exponent.get(at, -999), floor_log2(total[i]))
+        codes = [self._code(x, exponent.get((self.owner_of[i], self.leaf[i]))) for i, x in enumerate(total)]
+        chosen = [i for i in range(len(total)) if codes[i] != 0 and (self.bounded or total[i] != self.owed[i])]
+        by_owner = [[i for i in chosen if self.owner_of[i] == owner] for owner in range(self.workers)]
+        if self.bounded:
+            by_owner = [keep_largest(self.limit, mine, total) for mine in by_owner]
+        if max(map(len, by_owner)) > self.limit:
+            assert self.has_dense
+            by_owner = [range(len(total))]
+        passed_on = np.zeros(len(total), F)
+        for i in (i for mine in by_owner for i in mine):
+            passed_on[i] = codes[i]
+        self.owed = total - passed_on
+        return passed_on
+
+    def _code(self, x, exponent):
+        """What all workers see of a value x, where 2**exponent is the power of two at or below the largest."""
+        if abs(x) < TINY:
+            return F(0)
+        if self.values == "float32":
+            return x
+        if self.values == "float16":
+            half = F(as_float16(x / F(2.0**exponent)) * F(2.0**exponent))
+            return half if abs(float(x)) >= 2.0 ** (exponent - 14) else F(0)
+        power = min(nearest_power(x), exponent)
+        return F(math.copysign(2.0**power, x)) if power >= exponent - 6 else F(0)
 
 
 def keep_largest(limit, chosen, x):

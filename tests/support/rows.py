@@ -6,6 +6,7 @@ its docstring recommends, as a function (axis_name, learning_rate) -> transform.
 
 import functools
 import importlib
+import math
 import pathlib
 from collections.abc import Callable
 from types import ModuleType
@@ -19,17 +20,34 @@ import optax
 # The test model: a matrix, a scalar, a vector and a kernel with three axes. No size is a multiple of 32.
 SHAPES = {"a": (20, 15), "b": (), "c": (40,), "d": (3, 9, 19)}
 SIZES = tuple(int(np.prod(shape)) for shape in SHAPES.values())  # 300, 1, 40, 513
-# These leaves are small, so they share a block of 32 rows of 128. Each takes ceil(size / 32) columns, in C order.
-COLUMNS = [-(-size // 32) for size in SIZES]
-_FIRST = [sum(COLUMNS[:i]) for i in range(len(SIZES))]
-POSITIONS = [  # of each leaf's entries in the flattened block
-    np.arange(size) // width * 128 + first + np.arange(size) % width
-    for size, width, first in zip(SIZES, COLUMNS, _FIRST, strict=True)
-]
-INDICES = [  # of each leaf's entries on the wire: column by column
-    (first + np.arange(size) % width) * 32 + np.arange(size) // width
-    for size, width, first in zip(SIZES, COLUMNS, _FIRST, strict=True)
-]
+
+
+class Places(NamedTuple):
+    """Where small leaves lie that share a block of 32 rows of 128, each in ceil(size / 32) columns, in C order.
+
+    Attributes:
+      columns: of each leaf.
+      positions: of each leaf's entries in the flattened block.
+      indices: of each leaf's entries on the wire: column by column.
+    """
+
+    columns: list[int]
+    positions: list[np.ndarray]
+    indices: list[np.ndarray]
+
+
+def places_of(sizes):
+    """The `Places` of leaves of these sizes."""
+    columns = [-(-size // 32) for size in sizes]
+    leaves = [
+        (sum(columns[:i]) + np.arange(size) % width, np.arange(size) // width)
+        for i, (size, width) in enumerate(zip(sizes, columns, strict=True))
+    ]
+    positions = [row * 128 + column for column, row in leaves]
+    return Places(columns, positions, [column * 32 + row for column, row in leaves])
+
+
+COLUMNS, POSITIONS, INDICES = places_of(SIZES)
 CAPACITY = (64, 320, 416, 864)
 
 METHOD_TESTS = pathlib.Path(__file__).parents[1] / "methods"
@@ -75,16 +93,34 @@ class Row(NamedTuple):
     rare: bool = False
 
     def reported_capacities(self, workers: int) -> tuple[int, ...]:
-        """The capacities as `gcjax.info` reports them: with owners, slots per owner (at least 32) times workers."""
-        if self.transport == "all_gather":
-            return self.capacities
-        return tuple(sorted({max(-(-slots // workers), 32) * workers for slots in self.capacities}))
+        """The capacities as `gcjax.info` reports them: with owners, slots per owner times workers."""
+        if self.transport == "all_gather" or not self.capacities:
+            return tuple(rounded_up(self.capacities))
+        return tuple(slots * workers for slots in slots_per_owner(self.capacities, workers))
 
 
-def seed_words(key, step, leaf=0, begin=0, rank=None) -> np.ndarray:
-    """The two words that `gcjax._kernels.hashing.hash_bits` draws from the key of one step, for numpy oracles."""
+def rounded_up(capacities):
+    """Capacities in whole groups of slots of the compact form."""
+    lanes, wanted = 1, max(min(capacities, default=0) // 256, max(capacities, default=0) // 16384)
+    while lanes < 128 and 2 * lanes <= wanted:
+        lanes *= 2
+    return sorted({math.ceil(slots / (32 * lanes)) * 32 * lanes for slots in capacities})
+
+
+def slots_per_owner(capacities, workers):
+    """An owner's share of the capacities, with room for three standard deviations."""
+    shares = [slots / workers for slots in rounded_up(capacities)]
+    return rounded_up([max(math.ceil(share + 3 * math.sqrt(share)), 32) for share in shares])
+
+
+def seed_words(key, step, leaf=0, begin=0, rank=None, message=None) -> np.ndarray:
+    """The two words that `gcjax._kernels.hashing.hash_bits` draws from the key of one step, for numpy oracles.
+
+    In two phases, `message` is the number of the owner that it is for, or the number of workers for that to all.
+    """
     key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), leaf), begin)
-    key = key if rank is None else jax.random.fold_in(key, rank)
+    for number in (rank, message):
+        key = key if number is None else jax.random.fold_in(key, number)
     return np.asarray(jax.random.bits(key, (2,), jnp.uint32))
 
 

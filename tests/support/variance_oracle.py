@@ -100,9 +100,10 @@ class VarianceWorker:
 class VarianceOracle:
     """All workers together. The options are those of `VarianceWorker`."""
 
-    def __init__(self, workers, sizes, capacity, transport="all_gather", **options):
+    def __init__(self, workers, sizes, capacity, transport="all_gather", owner_density=None, **options):
         self.workers = [VarianceWorker(sizes, **options) for _ in range(workers)]
-        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity)
+        values = options.get("values", "power_of_two")
+        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity, values, owner_density)
         self.entries = [(leaf, i) for leaf, n in enumerate(sizes) for i in range(n)]
         self.place = {entry: place for place, entry in enumerate(self.entries)}
 
@@ -118,9 +119,4 @@ class VarianceOracle:
             values, passed, under, over = worker.step(gradients[w], squares[w], fit)
             messages.append({self.place[entry]: y for entry, y in values.items()})
             counts.append((passed, len(values), under, over))
-        mean, back = self.wire.deliver(messages)
-        for worker, returned in zip(self.workers, back, strict=True):
-            for place, y in returned.items():
-                leaf, i = self.entries[place]
-                worker.r[leaf][i] += y
-        return split(mean, self.sizes), counts
+        return split(self.wire.deliver(messages), self.sizes), counts

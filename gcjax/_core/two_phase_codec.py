@@ -1,0 +1,126 @@
+"""Codes of every entry in two phases, whose traffic does not grow with the number of workers.
+
+Every leaf is cut, in C order, into as many pieces of equal size as there are workers; zeros pad the last ones. Worker w
+owns piece w of every leaf. The pieces of a worker are its part, and all parts have the layout of one `Bucket`: a method
+encodes and decodes a part as if it were a model. In the first phase every worker sends each owner the code of its part,
+and the owner averages them. In the second phase it sends the code of the mean to all.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gcjax._comm.comm import Comm
+from gcjax._core.owned import Owned
+from gcjax._jax_compat import vary_like
+from gcjax._kernels.buckets import Bucket, bucket_of
+from gcjax._types import Array
+
+UNROLLED = 16  # payloads of up to this many workers are decoded in one pass over the entries
+
+
+def goes_through_owners(transport: str, comm: Comm, words_of: Callable[[int], int]) -> bool:
+    """Whether messages take two phases here.
+
+    Args:
+      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer words. Two workers then always
+        gather: two phases could only save padding, and owners would need state.
+      comm: the collectives.
+      words_of: words_of(n) -> words of a message of one n-th of the entries.
+    """
+    if transport == "auto":
+        return comm.size > 2 and 2 * words_of(comm.size) < words_of(1)
+    return transport == "two_phase" and comm.size > 1
+
+
+def part_of(bucket: Bucket, workers: int) -> Bucket:
+    """The layout of every worker's part. `Segment.leaf` is the number of the bucket's segment."""
+    sizes = [-(-s.size // workers) for s in bucket.segments]
+    return bucket_of([(i, 0, size) for i, size in enumerate(sizes)], [(size,) for size in sizes])
+
+
+def cut(leaves: Sequence[Array], bucket: Bucket, workers: int) -> Array:
+    """The parts of all workers, float32[workers, blocks, 32, 128], from arrays of the bucket's segments."""
+    part = part_of(bucket, workers)
+
+    def pieces(x, size):
+        return jnp.pad(x.reshape(-1), (0, workers * size - x.size)).reshape(workers, size)
+
+    return jax.vmap(part.join)([pieces(leaves[s.leaf], s.size) for s in part.segments])
+
+
+def uncut(parts: Array, bucket: Bucket) -> tuple[Array, ...]:
+    """The inverse of `cut`."""
+    part = part_of(bucket, len(parts))
+    pieces = {s.leaf: x for s, x in zip(part.segments, jax.vmap(part.split)(parts), strict=True)}
+    return tuple(pieces[i].reshape(-1)[: s.size].reshape(s.shape) for i, s in enumerate(bucket.segments))
+
+
+def parameters_of(x: Array, rank: Array, bucket: Bucket, workers: int) -> Array:
+    """The part of this worker with zeros wherever it holds no parameter: in the last pieces of leaves, too."""
+    part = part_of(bucket, workers)
+    valid = [rank * s.size + jnp.arange(s.size) < bucket.segments[s.leaf].size for s in part.segments]
+    return jnp.where(part.join([v.astype(jnp.float32) for v in valid]) > 0, x, 0)
+
+
+def add_decoded(total: Array, payloads: Array, decode: Callable[[Array], Array]) -> Array:
+    """`total` plus the mean of decode(payload) over the workers' payloads.
+
+    Workers are added in the order of their numbers, so that the mean is bit-equal everywhere on any backend.
+    """
+    workers = len(payloads)
+
+    def add(worker, total):
+        return total + decode(payloads[worker]) / workers
+
+    if workers > UNROLLED:
+        return lax.fori_loop(0, workers, add, vary_like(total, payloads))
+    for worker in range(workers):  # XLA makes one pass of it
+        total = add(worker, total)
+    return total
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OwnerState:
+    """What an owner keeps from one step to the next.
+
+    Attributes:
+      owed: float32 of the part's shape, what of the means the workers have not yet seen, with any values where it holds
+        no parameter; float32[1], zero, where "auto" always gathers.
+      rank: int32, this worker's number in the last step.
+    """
+
+    owed: Owned
+    rank: Array
+
+    @classmethod
+    def create(cls, bucket: Bucket, transport: str) -> "OwnerState":
+        """The state of one worker before the first step."""
+        shape_for = {"all_gather": None, "two_phase": _part_shape, "auto": _part_shape_from_three}[transport]
+        return cls(Owned.create(bucket, shape_for), jnp.int32(0))
+
+    def residual(self) -> Array:
+        """float32 of the bucket's shape: what this worker owes, times the number of workers."""
+        bucket, workers = self.owed.bucket, self.owed.workers
+        if self.owed.value is None:
+            return jnp.zeros(bucket.shape)
+        own = jnp.broadcast_to(workers * self.owed.value, part_of(bucket, workers).shape)
+        is_own = jnp.arange(workers)[:, None, None, None] == self.rank
+        return bucket.join(uncut(jnp.where(is_own, own, 0), bucket))
+
+    def after(self, owed: Array, rank: Array, all_finite: Array) -> "OwnerState":
+        """The state after a step; this one if the step is skipped."""
+        new = OwnerState(self.owed.with_value(owed), rank)
+        return jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), new, self)
+
+
+def _part_shape(bucket: Bucket, workers: int) -> tuple[int, ...]:
+    return part_of(bucket, workers).shape
+
+
+def _part_shape_from_three(bucket: Bucket, workers: int) -> tuple[int, ...]:
+    return _part_shape(bucket, workers) if workers > 2 else (1,)
