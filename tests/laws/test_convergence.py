@@ -29,10 +29,10 @@ def test_the_recommended_chain_reaches_the_common_optimum(name):
         assert distance < 0.02
 
 
-def test_returned_entries_reach_the_optimum():
-    # Every worker selects half of the entries, and owners pass on as many in all: most sums come back, many times.
-    tx = gcjax.top_k_compress(0.5, transport="two_phase", axis_name="data")
-    assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02
+def test_what_owners_owe_reaches_the_optimum():
+    owners = {"transport": "two_phase", "owner_density": 0.1, "capacity": 864}
+    tx = gcjax.variance_compress(1.5, feedback=True, axis_name="data", **owners)
+    assert distance_after_training(optax.chain(tx, optax.adam(decaying))) < 0.02
 
 
 def test_rounding_without_feedback_stalls():

@@ -122,7 +122,10 @@ def test_an_unknown_transport_is_named(make):
         make(transport="ring")
 
 
-@pytest.mark.parametrize("name", ["qsgd", "natural", "terngrad"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("name", ["qsgd", pytest.param("natural", marks=FULL), pytest.param("terngrad", marks=FULL)])
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.
     g = np.random.default_rng(0).normal(size=(3, 65)).astype(np.float32)

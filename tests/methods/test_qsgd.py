@@ -59,7 +59,7 @@ def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **opt
 ROWS = [
     row("qsgd-4", 4, 512, "max"),
     row("qsgd-3-elias", 3, 64, "l2", encoding="elias", rare=True),
-    row("qsgd-3-owners", 3, 64, "max", transport="two_phase"),
+    row("qsgd-3-owners", 3, 64, "max", transport="two_phase", rare=True),
 ]
 
 

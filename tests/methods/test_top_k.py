@@ -37,7 +37,7 @@ def row(name, density, transport="all_gather", bucket_invariant=False, rare=Fals
 ROWS = [
     row("top_k-0.05", 0.05),
     row("top_k-1.0", 1.0, bucket_invariant=True, rare=True),
-    row("top_k-0.3-owners", 0.3, transport="two_phase"),
+    row("top_k-0.3-owners", 0.3, transport="two_phase", rare=True),
 ]
 
 
