@@ -42,7 +42,7 @@ class CodecState:
         float32[1], zero.
       step: int32, updates done.
       bucket: where the leaves lie. Static.
-      owner: what this worker keeps as an owner; None without error feedback.
+      owner: what this worker keeps as an owner; None for a method that has no owners.
     """
 
     error: Array
@@ -63,7 +63,7 @@ def dense_codec(
     *,
     feedback: bool,
     key: Array | None = None,
-    transport: str = "auto",
+    transport: str = "all_gather",
     encode_mean: Encode | None = None,
 ) -> Compressor:
     """A compressor that sends a code of every entry.
@@ -73,8 +73,8 @@ def dense_codec(
     `encode` and `decode` get the pieces of one owner as a bucket. What is relative to a leaf becomes relative to a
     piece of it. A small leaf costs more than its share: a piece takes at least one mask word and one scale.
 
-    With `feedback`, an owner keeps what rounding its mean has left, and adds it to the next mean. Without it the mean
-    is rounded once more and nothing is kept, so an unbiased code stays unbiased.
+    An owner keeps what coding its mean has left, and adds it to the next mean. So it must not code the mean at random:
+    the error of an unbiased code may be larger than what is coded, and would grow from step to step.
 
     Args:
       encode: encode(x, bucket, key) -> (payload uint32[m], bits): x, float32 of the bucket's shape, is the gradient
@@ -82,10 +82,10 @@ def dense_codec(
         message's length without padding.
       decode: decode(payload, bucket) -> float32 of the bucket's shape, what the receivers see. The padding may hold any
         value.
-      feedback: keep what the receivers have not seen, and add it to the next gradient.
+      feedback: keep what the receivers have not seen, and add it to the next gradient. Owners always do.
       key: random key, the same on all workers, for a method that draws random numbers.
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes.
-      encode_mean: how owners encode the mean; None for `encode`.
+      encode_mean: how owners encode the mean, with an error smaller than the mean; None for `encode`.
 
     Raises:
       ValueError: for an unknown transport.
@@ -95,7 +95,7 @@ def dense_codec(
 
     def init(bucket):
         error = jnp.zeros(bucket.shape if feedback else 1)
-        return CodecState(error, jnp.int32(0), bucket, OwnerState.create(bucket, transport) if feedback else None)
+        return CodecState(error, jnp.int32(0), bucket, OwnerState.create(bucket, transport))
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
@@ -161,10 +161,11 @@ class _Codec(NamedTuple):
         own, own_bits = self.encode_mean(total, part, None if keys is None else keys[-1])
         mean = [jnp.where(all_finite, x, jnp.nan) for x in uncut(jax.vmap(decode)(comm.gather(own)), bucket)]
 
-        if state.owner is not None:
+        if self.feedback:
             left = jnp.where(all_finite, parts - jax.vmap(decode)(payloads), parts)
-            owner = state.owner.after(total - decode(own), rank, all_finite)
-            state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)), owner=owner)
+            state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)))
+        if state.owner is not None:
+            state = dataclasses.replace(state, owner=state.owner.after(total - decode(own), rank, all_finite))
         return mean, state, jnp.sum(bits) + jnp.float32(own_bits)
 
 

@@ -40,7 +40,7 @@ class DenseState:
 def dense_compress(
     dtype: str | jax.typing.DTypeLike = "float32",
     *,
-    transport: str = "auto",
+    transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -72,7 +72,7 @@ def dense_compress(
     check_choice("dtype", name, DTYPES)
 
     check_transport(transport)
-    if name == "float32" and transport != "auto":
+    if name == "float32" and transport != "all_gather":
         raise ValueError(f"transport={transport!r} needs a dtype of 16 bits: float32 values are all-reduced")
 
     def narrow(x):

@@ -59,7 +59,7 @@ def drive_compress(
     block: int = 4096,
     feedback: bool = False,
     key: Array,
-    transport: str = "auto",
+    transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -80,15 +80,15 @@ def drive_compress(
     0.12, 0.035, 0.0095 with `feedback`. It is spread evenly over the block, including entries that were zero.
 
     In two phases each leaf is cut into a piece for each worker, its owner, and every piece is rotated in blocks of its
-    own. The owner sends the mean in the same way, which adds the squared error of one more message. With `feedback` it
-    keeps that error and adds it to the next mean.
+    own. The owner sends the mean in the same way, with the scale of least squared error, and adds what that leaves to
+    the next mean.
 
-    State: none; with `feedback` a float32 per parameter, and in two phases with p workers 1/p more, so the state is
-    initialised where the number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and 32 per block,
-    to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer than 256 entries take
-    32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases twice in all), with
-    2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5 additions of two vectors of
-    gradient length. Learning rate, weight decay and momentum come after it:
+    State: none; with `feedback` a float32 per parameter. In two phases with p workers a float32 for each p-th more, so
+    the state is initialised where the number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and
+    32 per block, to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer than
+    256 entries take 32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases twice
+    in all), with 2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5 additions of
+    two vectors of gradient length. Learning rate, weight decay and momentum come after it:
     `optax.chain(gcjax.drive_compress(key=key), optax.sgd(0.1))`.
 
     Args:
@@ -126,12 +126,18 @@ def drive_compress(
     check_random_key("key", key)
 
     def encode(x, bucket, key):
+        return encoded(x, bucket, key, feedback)
+
+    def encode_mean(x, bucket, key):
+        return encoded(x, bucket, key, True)
+
+    def encoded(x, bucket, key, least_error):
         words = seed_words(key)
         leaves = bucket.split(_flip(x, words))
         message, length = [words], 64
         for d, numbers in _leaves_by_block(bucket, block).items():
             padded = [jnp.pad(leaves[i].reshape(-1), (0, -leaves[i].size % d)) for i in numbers]
-            scale, planes = _encode_blocks(jnp.concatenate(padded).reshape(-1, d), bits, feedback)
+            scale, planes = _encode_blocks(jnp.concatenate(padded).reshape(-1, d), bits, least_error)
             message += [float_bits(scale), planes]
             length += len(scale) * (32 + (bits * d if d > 1 else 0))
         return jnp.concatenate(message), length
@@ -148,7 +154,7 @@ def drive_compress(
             begin = end + len(planes)
         return _flip(bucket.join(leaves), payload[:2])
 
-    codec = dense_codec(encode, decode, feedback=feedback, key=key, transport=transport)
+    codec = dense_codec(encode, decode, feedback=feedback, key=key, transport=transport, encode_mean=encode_mean)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 

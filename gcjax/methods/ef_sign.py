@@ -20,7 +20,7 @@ from gcjax.extend import Bucket, bits_float, compress, dense_codec, float_bits, 
 
 
 def ef_sign_compress(
-    *, transport: str = "auto", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *, transport: str = "all_gather", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry of gradient plus residual, scaled by the leaf's mean magnitude.
 

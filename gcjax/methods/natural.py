@@ -27,7 +27,7 @@ _TOP = 254  # biased exponent of the largest finite numbers
 
 
 def natural_compress(
-    *, key: Array, transport: str = "auto", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *, key: Array, transport: str = "all_gather", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry and one of the two powers of two around it.
 
@@ -40,10 +40,12 @@ def natural_compress(
     :math:`E\,C(t) = t` and :math:`E (C(t) - t)^2 \le t^2 / 8`: powers of two are sent exactly, and the worst case is
     4/3 of a power of two.
 
-    State: none. Wire: 9 bits per parameter, to every other worker ("all_gather") or twice in all ("two_phase"). In two
-    phases each leaf is cut into a piece for each worker, its owner, which rounds the mean again: the variance grows by
-    up to an eighth of the squared mean. Momentum, weight decay and learning rate come after it, clipping may come
-    before it: `optax.chain(gcjax.natural_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
+    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
+    number of workers is known (`gcjax.place`). Wire: 9 bits per parameter, to every other worker ("all_gather")
+    or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker, its owner, which rounds
+    the mean to the nearest power of two and adds what that leaves to the next mean. Momentum, weight decay and learning
+    rate come after it, clipping may come before it: `optax.chain(gcjax.natural_compress(key=jax.random.key(0)),
+    optax.sgd(0.1))`.
 
     Args:
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
@@ -58,8 +60,9 @@ def natural_compress(
       ValueError: for an unknown transport.
       TypeError: for a key of another kind.
 
-    **Randomness**: every message and entry draws its own. **Bias**: none, except at the two ends of float32's
-    range (see the deviations). **Non-finite input**: the update is NaN on all workers and the state stays as it was.
+    **Randomness**: every worker, step and entry draws its own. **Bias**: none, except at the two ends of float32's
+    range (see the deviations); in two phases owners round to the nearest, which what they owe corrects. **Non-finite
+    input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.natural_compress(key=jax.random.key(0))
@@ -71,9 +74,15 @@ def natural_compress(
     check_random_key("key", key)
 
     def encode(x, bucket, key):
-        x = jnp.where(jnp.abs(x) < TINY, 0, x)
         # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
-        draw = hash_bits(key, bucket.positions()) >> (32 - _MANTISSA)
+        return encoded(x, bucket, hash_bits(key, bucket.positions()) >> (32 - _MANTISSA))
+
+    def encode_mean(x, bucket, key):
+        del key
+        return encoded(x, bucket, jnp.uint32(1 << (_MANTISSA - 1)))  # to the nearest power of two
+
+    def encoded(x, bucket, draw):
+        x = jnp.where(jnp.abs(x) < TINY, 0, x)
         code = (float_bits(x) + draw) >> _MANTISSA
         code = code - ((code & 0xFF) > _TOP)
         return pack_planes(code, BITS, bucket.words), BITS * bucket.entries
@@ -82,5 +91,5 @@ def natural_compress(
         del bucket
         return bits_float(unpack_planes(payload, BITS) << _MANTISSA)
 
-    codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport)
+    codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)

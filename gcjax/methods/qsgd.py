@@ -45,7 +45,7 @@ def qsgd_compress(
     norm: str = "max",
     encoding: str = "packed",
     key: Array,
-    transport: str = "auto",
+    transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,12 +63,13 @@ def qsgd_compress(
     levels on the range that occurs: with 4 bits and blocks of 512 normally distributed entries the squared error is
     0.036 of the squared gradient, and 1.6 with the 2-norm.
 
-    State: none. Wire: `bits` bits per parameter and 32 per block, to every other worker ("all_gather") or twice in all
-    ("two_phase"). In two phases each leaf is cut into a piece for each worker, and a block never spans two pieces. The
-    owner of a piece rounds the mean again, which adds about the variance of one more message: with p workers it is 1 +
-    1/p times that of one message, not 1/p. Momentum, weight decay and learning rate come after it, clipping may come
-    before it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`. There is no error feedback: it
-    would diverge where the variance exceeds the squared gradient.
+    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
+    number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and 32 per block, to every other
+    worker ("all_gather") or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker,
+    its owner, and a block never spans two pieces. The owner rounds the mean to the nearest level of its block's maximum
+    (with 1 bit, to its mean magnitude) and adds what that leaves to the next mean. Workers have no error feedback: it
+    would diverge where the variance exceeds the squared gradient. Momentum, weight decay and learning rate come after
+    it, clipping may come before it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
       bits: b, bits per entry with the sign, 1 to 8.
@@ -89,7 +90,8 @@ def qsgd_compress(
         be d - 1 times the squared gradient, or with encoding="elias", which would have no zeros to leave out.
       TypeError: for an argument of the wrong type.
 
-    **Randomness**: every message and entry draws its own, with 24 bits. **Bias**: none. **Non-finite input**: the
+    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none; in two phases owners round
+    to the nearest, which what they owe corrects. **Non-finite input**: the
     update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -121,9 +123,21 @@ def qsgd_compress(
         (scale,) = blocks.maxima(jnp.abs(x))
         if norm == "l2":
             scale = blocks.norms(x, scale)
+        return encoded(x, bucket, blocks, scale, uniform(key, bucket.positions()))
+
+    def encode_mean(x, bucket, key):
+        del key
+        blocks = block_groups(bucket, bucket_size)
+        if bits == 1:  # signs of the largest would overshoot
+            (scale,) = (total / blocks.counts() for total in blocks.sums(jnp.abs(x)))
+        else:
+            (scale,) = blocks.maxima(jnp.abs(x))
+        return encoded(x, bucket, blocks, scale, 0.5)
+
+    def encoded(x, bucket, blocks, scale, draw):
         unit = to_unit(scale)  # XLA multiplies by the inverse of the divisor, which would underflow for huge scales
         share = x * blocks.per_entry(unit) / blocks.per_entry(jnp.where(scale > 0, scale * unit, 1))
-        planes = pack_planes(code(share, uniform(key, bucket.positions())), bits, bucket.words)
+        planes = pack_planes(code(share, draw), bits, bucket.words)
         level = unpack_planes(planes, bits) & levels
         entry_bits = _elias_bits(level, blocks) if encoding == "elias" else bits * bucket.entries
         return jnp.concatenate([float_bits(scale), planes]), 32 * len(blocks) + entry_bits
@@ -135,7 +149,7 @@ def qsgd_compress(
         magnitude = scale * ((code & levels).astype(jnp.float32) / levels) if bits > 1 else scale
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
-    codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport)
+    codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
     return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 

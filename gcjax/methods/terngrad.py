@@ -15,10 +15,8 @@ owner to all.
 **Deviations.** The standard deviation for the clipping is taken about zero, not about the leaf's mean: the paper
 assumes a mean of zero, and a leaf with one entry, or with equal entries, would be clipped to zero. There is no
 parameter server: with "sum" the workers receive the sum itself; with "gather" every worker decodes all messages, or
-owners do and make the mean ternary once more, without clipping it.
+owners do and round the mean to the nearest of three values, with feedback and without clipping it.
 """
-
-import functools
 
 import jax.numpy as jnp
 import optax
@@ -49,7 +47,7 @@ def terngrad_compress(
     *,
     aggregate: str = "sum",
     key: Array,
-    transport: str = "auto",
+    transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -63,15 +61,15 @@ def terngrad_compress(
     aggregate="sum", s is the largest of all workers (the paper's scaler sharing). The variance of an entry is
     :math:`s |g'_i| - g'^2_i`. It grows with the largest entry, hence the clipping.
 
-    State: none. Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per parameter (for p up to 1, 7, 127,
-    32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per leaf, to every other worker ("all_gather")
-    or twice in all ("two_phase"); "auto" moves less than "sum". But in two phases each leaf is cut into a piece for
-    each worker, its owner, which makes the mean ternary again, with the largest of the piece as s. That adds the
-    variance of one more message, which no number of workers averages out. Momentum, weight decay and learning rate come
-    after it, and no clipping is needed before it:
-    `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors leave out the last layer
-    (`optax.partition`). Where workers disagree, clipping moves the point at which the mean gradient is zero; to reach
-    the common optimum use clip=None, at the price of more variance.
+    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
+    number of workers is known (`gcjax.place`). Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per parameter
+    (for p up to 1, 7, 127, 32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per leaf, to every other
+    worker ("all_gather") or twice in all ("two_phase"); "auto" moves less than "sum". In two phases each leaf is cut
+    into a piece for each worker, its owner, which rounds the mean to 0 or to plus or minus the largest of the piece,
+    and adds what that leaves to the next mean. Momentum, weight decay and learning rate come after it, and no clipping
+    is needed before it: `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors
+    leave out the last layer (`optax.partition`). Where workers disagree, clipping moves the point at which the mean
+    gradient is zero; to reach the common optimum use clip=None, at the price of more variance.
 
     Args:
       clip: c, above 0; None for no clipping.
@@ -88,7 +86,8 @@ def terngrad_compress(
       ValueError: for an argument out of range; for a transport of "sum", which has no choice.
       TypeError: for an argument of the wrong type.
 
-    **Randomness**: every message and entry draws its own, with 24 bits. **Bias**: none except from clipping.
+    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none except from clipping; in
+    two phases owners round to the nearest, which what they owe corrects.
     **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
@@ -103,7 +102,7 @@ def terngrad_compress(
     check_choice("aggregate", aggregate, ("sum", "gather"))
     check_random_key("key", key)
     check_transport(transport)
-    if aggregate == "sum" and transport != "auto":
+    if aggregate == "sum" and transport != "all_gather":
         raise ValueError(f"transport={transport!r} needs aggregate='gather': sums are all-reduced")
     compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key, transport)
     return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
@@ -140,10 +139,17 @@ def _gathered(clip: ArrayLike | None, key: Array, transport: str) -> Compressor:
         taken = draw * scale < jnp.abs(x)  # a clipped entry has at least the scale: always taken
         return jnp.where(taken, jnp.where(x < 0, jnp.uint32(3), 1), 0)
 
-    def encode(clip, x, bucket, key):
+    def encode(x, bucket, key):
+        return encoded(x, bucket, clip, uniform(key, bucket.positions()))
+
+    def encode_mean(x, bucket, key):
+        del key
+        return encoded(x, bucket, None, 0.5)  # to the nearest of the three
+
+    def encoded(x, bucket, clip, draw):
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
-        codes = code(x, groups.per_entry(scale), uniform(key, bucket.positions()))
+        codes = code(x, groups.per_entry(scale), draw)
         payload = jnp.concatenate([float_bits(scale), pack_planes(codes, 2, bucket.words)])
         return payload, 2 * bucket.entries + 32 * len(groups)
 
@@ -153,8 +159,7 @@ def _gathered(clip: ArrayLike | None, key: Array, transport: str) -> Compressor:
         scale = groups.per_entry(bits_float(payload[: len(groups)]))
         return jnp.where(code == 0, 0, jnp.where(code == 3, -scale, scale))
 
-    encode_clipped, encode_mean = functools.partial(encode, clip), functools.partial(encode, None)
-    return dense_codec(encode_clipped, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
+    return dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
 
 
 def _largest_clipped(x: Array, groups: Groups, clip: ArrayLike | None) -> Array:

@@ -17,6 +17,7 @@ from gcjax._kernels.layout import layout_of
 KEY = jax.random.key(3)
 METHODS = {
     "qsgd": functools.partial(gcjax.qsgd_compress, key=KEY),
+    "qsgd, 1 bit": functools.partial(gcjax.qsgd_compress, 1, key=KEY),
     "natural": functools.partial(gcjax.natural_compress, key=KEY),
     "terngrad": functools.partial(gcjax.terngrad_compress, None, aggregate="gather", key=KEY),
     "ef_sign": gcjax.ef_sign_compress,
@@ -125,7 +126,9 @@ def test_an_unknown_transport_is_named(make):
 FULL = pytest.mark.full
 
 
-@pytest.mark.parametrize("name", ["qsgd", pytest.param("natural", marks=FULL), pytest.param("terngrad", marks=FULL)])
+@pytest.mark.parametrize(
+    "name", ["qsgd", "qsgd, 1 bit", pytest.param("natural", marks=FULL), pytest.param("terngrad", marks=FULL)]
+)
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.
     g = np.random.default_rng(0).normal(size=(3, 65)).astype(np.float32)
@@ -179,7 +182,7 @@ def test_owners_keep_a_part_where_they_need_it(transport, workers, kept):
 
 def test_state_for_another_number_of_workers_raises():
     g = np.zeros((2, 64), np.float32)
-    tx = gcjax.ef_sign_compress(axis_name="data")
+    tx = gcjax.ef_sign_compress(transport="two_phase", axis_name="data")
     state = jax.tree.map(lambda x: np.stack([x] * 2), tx.init(g[0]))
     with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax.place"):
         jax.pmap(lambda g, state: tx.update(g, state), axis_name="data", devices=jax.devices()[:2])(g, state)

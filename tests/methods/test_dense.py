@@ -12,7 +12,7 @@ from rows import Row
 import gcjax
 
 
-def row(dtype, transport="auto"):
+def row(dtype, transport="all_gather"):
     exact = dtype == "float32"
 
     def make(axis_name=None, **more):
@@ -24,7 +24,7 @@ def row(dtype, transport="auto"):
 
     def make_oracle(workers, sizes):
         """Sums over three or more workers may round in another order, so float32 is compared with a tolerance."""
-        return CodecOracle(workers, sizes, code, transport=transport)
+        return CodecOracle(workers, sizes, code, transport=transport, owners_keep=False)
 
     return Row(
         f"dense-{dtype}{'-owners' * (transport == 'two_phase')}",

@@ -78,6 +78,7 @@ def row(bits, feedback, transport="all_gather", rare=True):
             key=KEY,
             feedback=feedback,
             transport=transport,
+            code_mean=code_of(bits, True),
             dtype=np.float64,
         )
 
@@ -159,12 +160,13 @@ def test_the_bias_of_a_small_block_is_about_a_hundredth():
 
 
 @pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
-def test_eight_workers_have_an_eighth_of_the_error_and_owners_add_that_of_a_message(transport):
+def test_eight_workers_have_an_eighth_of_the_error_and_owners_add_theirs(transport):
     x = NORMAL[: 1 << 14]
     tx = gcjax.drive_compress(key=KEY, transport=transport, axis_name="data")
     update = Runner(tx, {"x": x}, 8).step({"x": np.stack([x] * 8)})["x"][0]
-    one = math.pi / 2 - 1
-    expected = one / 8 if transport == "all_gather" else one / 8 + one * (1 + one / 8)
+    error = (math.pi / 2 - 1) / 8  # of the mean of the messages
+    left = 1 - 2 / math.pi  # of what an owner sends, error and all, in the direction of what it sends
+    expected = error if transport == "all_gather" else (1 - 2 * left) * error + left * (1 + error)
     assert relative_error(update, x) == pytest.approx(expected, rel=0.05)
 
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 from codec_oracle import CodecOracle
 from harness import draws, messages
-from oracle import F, floor_log2, hash_bits
+from oracle import F, floor_log2, hash_bits, nearest_power
 from rows import Row
 
 import gcjax
@@ -25,14 +25,20 @@ def code(leaves, places, words):
     return sent
 
 
+def code_mean(leaves, places, words):
+    """The nearest power of two."""
+    del places, words
+    return [np.array([np.copysign(2.0 ** nearest_power(t), t) if t else 0 for t in x], F) for x in leaves]
+
+
 def row(name, transport, rare=False):
     def make(axis_name=None, **more):
         return gcjax.natural_compress(key=KEY, transport=transport, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
-        return CodecOracle(workers, sizes, code, key=KEY, transport=transport)
+        return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
 
-    return Row(name, "natural_compress", make, make_oracle, rare=rare)
+    return Row(name, "natural_compress", make, make_oracle, rare=rare, rounds_to_nearest=transport == "two_phase")
 
 
 ROWS = [row("natural", "all_gather"), row("natural-owners", "two_phase", rare=True)]

@@ -30,7 +30,7 @@ def quantised(block, draws, levels, norm):
     return sent
 
 
-def code_of(bits, bucket_size, norm):
+def code_of(bits, bucket_size, norm, nearest=False):
     def code(leaves, places, words):
         sent = [np.zeros(len(x), F) for x in leaves]
         for leaf, x in enumerate(leaves):
@@ -38,6 +38,7 @@ def code_of(bits, bucket_size, norm):
             for k in range(block_of.max() + 1):
                 block = np.flatnonzero(block_of == k)
                 draws = uniform(words, places.positions[leaf][block])
+                draws = np.full(len(block), 0.5) if nearest else draws
                 sent[leaf][block] = quantised(x[block], draws, 2 ** (bits - 1) - 1, norm)
         return sent
 
@@ -51,9 +52,12 @@ def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **opt
         )
 
     def make_oracle(workers, sizes):
-        return CodecOracle(workers, sizes, code_of(bits, bucket_size, norm), key=KEY, transport=transport)
+        code, code_mean = code_of(bits, bucket_size, norm), code_of(bits, bucket_size, "max", nearest=True)
+        return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
 
-    return Row(name, "qsgd_compress", make, make_oracle, rtol=1e-6, rare=rare)
+    return Row(
+        name, "qsgd_compress", make, make_oracle, rtol=1e-6, rare=rare, rounds_to_nearest=transport == "two_phase"
+    )
 
 
 ROWS = [

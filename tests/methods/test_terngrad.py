@@ -46,7 +46,13 @@ def code(leaves, places, words):
     return [ternary(x, np.abs(x).max(), u) for x, u in zip(leaves, draws, strict=True)]
 
 
-def row(name, aggregate, clip, wire, transport="auto", rare=False):
+def code_mean(leaves, places, words):
+    """The nearest of the three values."""
+    del places, words
+    return [ternary(x, np.abs(x).max(), F(0.5)) for x in leaves]
+
+
+def row(name, aggregate, clip, wire, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
         options = {"aggregate": aggregate, "transport": transport, "key": KEY}
         return gcjax.terngrad_compress(clip, **options, axis_name=axis_name, **more)
@@ -57,9 +63,19 @@ def row(name, aggregate, clip, wire, transport="auto", rare=False):
     def make_oracle(workers, sizes):
         if aggregate == "sum":
             return SumOracle(workers, sizes, clip)
-        return CodecOracle(workers, sizes, code_clipped, key=KEY, transport=transport, code_mean=code)
+        return CodecOracle(workers, sizes, code_clipped, key=KEY, transport=transport, code_mean=code_mean)
 
-    return Row(name, "terngrad_compress", make, make_oracle, rtol=1e-6, wire=frozenset(wire), rare=rare)
+    nearest = transport == "two_phase"
+    return Row(
+        name,
+        "terngrad_compress",
+        make,
+        make_oracle,
+        rtol=1e-6,
+        wire=frozenset(wire),
+        rare=rare,
+        rounds_to_nearest=nearest,
+    )
 
 
 # A clip of 1.5 clips many entries.

@@ -19,12 +19,24 @@ class CodecOracle:
       feedback: keep what the receivers have not seen.
       transport: "all_gather" or "two_phase".
       code_mean: how owners send the mean; None for `code`.
+      owners_keep: owners keep what the workers have not seen of the mean.
       dtype: of all arithmetic.
     """
 
     def __init__(
-        self, workers, sizes, code, *, key=None, feedback=False, transport="all_gather", code_mean=None, dtype=F
+        self,
+        workers,
+        sizes,
+        code,
+        *,
+        key=None,
+        feedback=False,
+        transport="all_gather",
+        code_mean=None,
+        owners_keep=True,
+        dtype=F,
     ):
+        self.owners_keep = owners_keep
         self.workers, self.sizes, self.code, self.code_mean = workers, sizes, code, code_mean or code
         self.key, self.feedback, self.dtype, self.steps = key, feedback, dtype, 0
         self.two_phase = transport == "two_phase" and workers > 1
@@ -70,7 +82,7 @@ class CodecOracle:
             total = self.cleared(total, owner)
             passed_on = self.code_mean(total, places, self.words(owner, self.workers))
             mean.append(passed_on)
-            if self.feedback:
+            if self.owners_keep:
                 left = [x - y for x, y in zip(total, passed_on, strict=True)]
                 self.owed[owner] = self.cleared(left, owner)
         return self.joined(mean), [self.joined(by_owner) for by_owner in sent]

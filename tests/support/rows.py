@@ -74,6 +74,8 @@ class Row(NamedTuple):
       wire: dtypes of the collectives.
       dense_wire: may all-reduce as many words as there are parameters.
       infinite_at: magnitudes from here on become infinite, as documented.
+      rounds_to_nearest: the last bit of a mean may decide between two updates. XLA fuses the sum over 3 workers, so its
+        bits differ from numpy's there.
       rare: the other rows cover what this one has, each separately: it only runs with the marker `full`.
     """
 
@@ -91,6 +93,7 @@ class Row(NamedTuple):
     dense_wire: bool = False
     infinite_at: float = float("inf")
     rare: bool = False
+    rounds_to_nearest: bool = False
 
     def reported_capacities(self, workers: int) -> tuple[int, ...]:
         """The capacities as `gcjax.info` reports them: with owners, slots per owner times workers."""
