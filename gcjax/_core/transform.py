@@ -102,6 +102,7 @@ def compress(
         varying = axes if tracks_variation(axes) else ()
         bucket_states, old_report = vary(states, varying)
         check_workers(bucket_states, comm.size)
+        _check_options(bucket_states, compressor, layout, comm.size)
         _reject_reduced(updates, worker_axes + inner_axes)
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
@@ -170,6 +171,18 @@ def _check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad
             _check_like_gradient(name, tree, layout)
     if sum_grad_squared is not None:
         _check_not_negative(sum_grad_squared)
+
+
+def _check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout, workers: int) -> None:
+    """Raise ValueError if a transform with other options made the state: its own options would be used, silently."""
+    fresh = jax.eval_shape(lambda: shared_among(tuple(map(compressor.init, layout.buckets)), workers))
+    ours, theirs = (str(jax.tree.structure(tree)) for tree in (fresh, bucket_states))
+    if ours != theirs:
+        raise ValueError(
+            "the state was initialised by a transform with other options, such as another transport or feedback. Use "
+            f"the options that it was made with, or begin with a new state. Its structure is {theirs}, this "
+            f"transform's {ours}"
+        )
 
 
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:

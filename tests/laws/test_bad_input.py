@@ -166,3 +166,25 @@ def test_placing_state_on_a_mesh_without_its_axis_raises():
     tx = gcjax.variance_compress(axis_name="data")
     with pytest.raises(ValueError, match=r"\('rows',\).*\('data',\)"):
         gcjax.place(tx.init(G), mesh_of(2, axis="rows"))
+
+
+@pytest.mark.parametrize(
+    ("make", "made_with", "used_with"),
+    [
+        (gcjax.variance_compress, {"transport": "all_gather"}, {"transport": "two_phase"}),
+        (gcjax.variance_compress, {"feedback": True}, {"feedback": False}),
+        (gcjax.ef_sign_compress, {"transport": "all_gather"}, {"transport": "auto"}),
+    ],
+)
+def test_a_state_of_other_options_is_refused(make, made_with, used_with):
+    with pytest.raises(ValueError, match="initialised by a transform with other options, such as another transport"):
+        make(**used_with).update(G, make(**made_with).init(G))
+
+
+def test_a_state_serves_both_wires():
+    g = {"w": jnp.array([3.0, 1.0, -2.0])}
+    squares = jax.tree.map(jnp.zeros_like, g)
+    words, compact = (gcjax.variance_compress(wire=wire, capacity=32) for wire in ("word", "compact"))
+    first, state = words.update(g, words.init(g), sum_grad_squared=squares)
+    second, _ = compact.update(g, state, sum_grad_squared=squares)
+    np.testing.assert_array_equal(first["w"], second["w"])
