@@ -27,8 +27,14 @@ ROWS = {
     PLAIN: ("normal", _plain),
     "dense float32": ("normal", lambda gcjax, n, at: gcjax.dense_compress(**at)),
     "dense float16": ("normal", lambda gcjax, n, at: gcjax.dense_compress("float16", **at)),
-    "variance 1/100": ("1/100", lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, **at)),
-    "variance 1/500": ("1/500", lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 500, **at)),
+    "variance 1/100": (
+        "1/100",
+        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="all_gather", **at),
+    ),
+    "variance 1/500": (
+        "1/500",
+        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 500, transport="all_gather", **at),
+    ),
     "variance 1/100 (two_phase)": (
         "1/100",
         lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="two_phase", **at),
