@@ -107,8 +107,12 @@ def dense_codec(
             x = jax.ShapeDtypeStruct(part.shape, jnp.float32)
             return jax.eval_shape(lambda x, key: encode(x, part, key)[0], x, own_key).size
 
-        run = codec.in_two_phases if goes_through_owners(transport, comm, words_of) else codec.by_gather
-        mean, new, bits = run(gradient, state, comm, all_finite, own_key)
+        owner = state.owner
+        if owner is not None and owner.owed.value is not None and goes_through_owners(transport, comm, words_of):
+            owed = owner.owed.value
+            mean, new, bits = codec.in_two_phases(gradient, state, owner, owed, comm, all_finite, own_key)
+        else:
+            mean, new, bits = codec.by_gather(gradient, state, comm, all_finite, own_key)
         new = dataclasses.replace(new, step=state.step + all_finite)
         return mean, new, dense_report(bucket.entries, bits)
 
@@ -137,7 +141,14 @@ class _Codec(NamedTuple):
         return bucket.split(mean), state, bits
 
     def in_two_phases(
-        self, gradient: Leaves, state: CodecState, comm: Comm, all_finite: Array, key: Array | None
+        self,
+        gradient: Leaves,
+        state: CodecState,
+        owner: OwnerState,
+        owed: Array,
+        comm: Comm,
+        all_finite: Array,
+        key: Array | None,
     ) -> tuple[Leaves, CodecState, Array | float]:
         bucket, part, rank = state.bucket, part_of(state.bucket, comm.size), comm.rank()
         if self.feedback:
@@ -155,8 +166,7 @@ class _Codec(NamedTuple):
         # Every message has a key of its own: equal draws in both phases would make the code of the mean biased.
         keys = key if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(comm.size + 1))
         payloads, bits = jax.vmap(encode_part)(parts, None if keys is None else keys[:-1])
-        owed = None if state.owner is None else state.owner.owed.value
-        total = add_decoded(jnp.zeros(part.shape) if owed is None else owed, comm.all_to_all(payloads), decode)
+        total = add_decoded(owed, comm.all_to_all(payloads), decode)
         total = parameters_of(total, rank, bucket, comm.size)
         own, own_bits = self.encode_mean(total, part, None if keys is None else keys[-1])
         mean = [jnp.where(all_finite, x, jnp.nan) for x in uncut(jax.vmap(decode)(comm.gather(own)), bucket)]
@@ -164,8 +174,7 @@ class _Codec(NamedTuple):
         if self.feedback:
             left = jnp.where(all_finite, parts - jax.vmap(decode)(payloads), parts)
             state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)))
-        if state.owner is not None:
-            state = dataclasses.replace(state, owner=state.owner.after(total - decode(own), rank, all_finite))
+        state = dataclasses.replace(state, owner=owner.after(total - decode(own), rank, all_finite))
         return mean, state, jnp.sum(bits) + jnp.float32(own_bits)
 
 

@@ -178,10 +178,12 @@ def _check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout
     fresh = jax.eval_shape(lambda: shared_among(tuple(map(compressor.init, layout.buckets)), workers))
     ours, theirs = (str(jax.tree.structure(tree)) for tree in (fresh, bucket_states))
     if ours != theirs:
+        differ = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        begin = max(differ - 60, 0)
         raise ValueError(
             "the state was initialised by a transform with other options, such as another transport or feedback. Use "
-            f"the options that it was made with, or begin with a new state. Its structure is {theirs}, this "
-            f"transform's {ours}"
+            "the options that it was made with, or begin with a new state. The state has "
+            f"...{theirs[begin : begin + 120]}..., this transform ...{ours[begin : begin + 120]}..."
         )
 
 

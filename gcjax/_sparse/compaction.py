@@ -10,58 +10,53 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._jax_compat import vary_like, zeros
+from gcjax._jax_compat import vary_like
 from gcjax._kernels.bits import WORD, count_bits, nth_set_bit, prefix_count
 from gcjax._types import Array, ArrayLike
 
 
 class Slots(NamedTuple):
-    """Slots for the set entries of a mask: word by word, from word `start_word` on, wrapping around.
-
-    Starting where the last step had to stop, as owners do, starves no entries.
+    """Slots for the set entries of a mask, word by word.
 
     Attributes:
-      words: uint32[m], the mask, from word `start_word` on.
+      words: uint32[m], the mask.
       first_slot: int32[m], slot of each word's first entry, ascending.
       total: int32, set entries in all.
-      start_word: int32.
     """
 
     words: Array
     first_slot: Array
     total: Array
-    start_word: ArrayLike
 
 
-def assign_slots(words: Array, start_word: ArrayLike = 0) -> Slots:
-    """Assign slots to the set entries of `words` (uint32[m], m a multiple of 128), beginning with word `start_word`."""
-    words = _rotated(words, start_word)
+def assign_slots(words: Array) -> Slots:
+    """Assign slots to the set entries of `words`, uint32[m] with m a multiple of 128."""
     end = prefix_count(words)
-    return Slots(words, end - count_bits(words), end[-1], start_word)
+    return Slots(words, end - count_bits(words), end[-1])
 
 
-def _rotated(words: Array, start: ArrayLike) -> Array:
-    if isinstance(start, int) and start == 0:
-        return words
-    return lax.dynamic_slice(jnp.concatenate([words, words]), (start,), words.shape)
-
-
-def truncate(slots: Slots, capacity: int) -> tuple[Array, Array]:
+def truncate(words: Array, start_word: Array, capacity: int) -> tuple[Array, Array]:
     """The entries that fit into `capacity` slots, in whole words so that no second pass over the entries is needed.
 
+    Starting where the last step had to stop starves no entries.
+
     Args:
-      slots: the slots wanted, with a `start_word`.
+      words: uint32[m], the mask, with m a multiple of 128.
+      start_word: int32, the word to begin with, wrapping around.
       capacity: at least 32, or a full word would wait for ever.
 
     Returns:
-      The words that fit, with the others 0, from word 0 on; and the word with which the next step must begin, 0 if all
-      fitted.
+      The words that fit, with the others 0; and the word with which the next step must begin, 0 if all fitted.
     """
-    size, start = len(slots.words), jnp.asarray(slots.start_word, jnp.int32)
+    slots = assign_slots(_rotated(words, start_word))
     fits = slots.first_slot + count_bits(slots.words) <= capacity
-    words = _rotated(jnp.where(fits, slots.words, jnp.uint32(0)), (size - start) % size)
-    resume = (start + jnp.sum(fits, dtype=jnp.int32)) % size
-    return words, jnp.where(slots.total <= capacity, 0, resume)
+    kept = _rotated(jnp.where(fits, slots.words, jnp.uint32(0)), (len(words) - start_word) % len(words))
+    resume = (start_word + jnp.sum(fits, dtype=jnp.int32)) % len(words)
+    return kept, jnp.where(slots.total <= capacity, 0, resume)
+
+
+def _rotated(words: Array, start: Array) -> Array:
+    return lax.dynamic_slice(jnp.concatenate([words, words]), (start,), words.shape)
 
 
 def slot_indices(slots: Slots, capacity: int) -> Array:
@@ -75,8 +70,7 @@ def slot_indices(slots: Slots, capacity: int) -> Array:
     at_first = jnp.zeros(capacity, jnp.int32).at[slots.first_slot].max(number, mode="drop", indices_are_sorted=True)
     place = _running_max(at_first)
     rank = jnp.arange(capacity, dtype=jnp.int32) - slots.first_slot[place]
-    word = (place + slots.start_word) % size
-    index = word * WORD + nth_set_bit(slots.words[place], rank)
+    index = place * WORD + nth_set_bit(slots.words[place], rank)
     # The remainder changes nothing. XLA computes a remainder by an unknown number once; otherwise it would compute the
     # index again in each use.
     return index % jnp.maximum(slots.total, size * WORD)
@@ -130,7 +124,7 @@ def next_set_bits(words: Array, end: ArrayLike, cursor: Cursor, count: int, wind
         return word + window, stop[-1], number_at
 
     word, passed = (jnp.asarray(x, jnp.int32) for x in cursor)
-    start = (word, -passed, zeros((count,), jnp.int32, (words, word)))
+    start = (word, -passed, jnp.zeros(count, jnp.int32))
     _, _, number_at = lax.while_loop(unfinished, look, vary_like(start, (words, end, word)))
     first = _running_max(jnp.where(number_at > 0, slot, 0))  # of the slot's word
     place = jnp.maximum(number_at[first] - 1, 0)

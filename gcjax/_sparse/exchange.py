@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
 from gcjax._kernels.bits import WORD, count_bits, position_of
-from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, message_bits, move
+from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, move
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState
 from gcjax._sparse.two_phase import TwoPhase, two_phase_exchange
-from gcjax._sparse.wire import Wire, capacities_for, ladder
+from gcjax._sparse.wire import Wire, capacities_for, entropy_bits, ladder
 from gcjax._types import Array
 
 SMALLEST, LARGEST = 1 << 14, 4  # the default capacities are from the entries divided by the first to those by the last
@@ -73,8 +73,8 @@ def _all_gather_exchange(message: Message, transport: TransportState, comm: Comm
 
     words = jnp.concatenate([header.packed(going), wire.write(sent_mask, going, code_at, rung)])
     arrived, wire_bytes = move(words, _words(message), rung, comm, lambda comm, x: comm.gather(x))
-    mean = add_messages(arrived, jnp.full(bucket.span, fill), header, wire, rung, lambda place: place)
-    bits, least = message_bits(header, wire, sent)
+    mean = add_messages(arrived, jnp.full(bucket.span, fill), header, wire, rung, comm.size)
+    bits, least = header.bits + wire.bits(sent), header.bits + entropy_bits(wire.places, sent, wire.code_bits)
     capacity = jnp.asarray(message.capacities, jnp.int32)[rung]
     report = SendReport(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits, least)
     return Exchanged(bucket.split(mean), sent_mask, transport, report)

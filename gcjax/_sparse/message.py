@@ -12,8 +12,8 @@ from gcjax._kernels.bits import WORD, pack_uint, packed_size, position_of, unpac
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.transport import TransportState
 from gcjax._sparse.value_codes import ValueCode
-from gcjax._sparse.wire import Wire, entropy_bits
-from gcjax._types import Array, ArrayLike
+from gcjax._sparse.wire import Wire
+from gcjax._types import Array
 
 
 class Message(NamedTuple):
@@ -134,7 +134,7 @@ def move(
       collective: collective(comm, x) -> what arrives for x, with the last axis of x.
 
     Returns:
-      uint32[workers, m], undefined behind the length; and the bytes moved, float32.
+      uint32[workers, m], zeros behind the length; and the bytes moved, float32.
     """
 
     def at_length(length):
@@ -150,36 +150,40 @@ def move(
 
 
 def add_messages(
-    arrived: Array, mean: Array, header: Header, wire: Wire, rung: ArrayLike, bucket_place: Callable[[Array], Array]
+    arrived: Array,
+    mean: Array,
+    header: Header,
+    wire: Wire,
+    rung: Array,
+    divisor: int,
+    placed: Callable[[Array, Array], tuple[Array, Array]] = lambda sender, place: (place, place),
 ) -> Array:
-    """Add every worker's entries, divided by the number of workers, to `mean`, flattened blocks.
+    """Add every sender's entries, divided by `divisor`, to `mean`, flattened blocks.
 
-    Workers are added in the order of their numbers, so that the mean is bit-equal on all of them on any backend.
+    Senders are added in the order of their numbers, so that the result is bit-equal on all workers on any backend.
 
     Args:
-      arrived: uint32[workers, m]: header and entries of each worker.
+      arrived: uint32[senders, m]: header and entries of each.
       mean: float32[n], what to add to.
-      header: this worker's, for the code and the shapes.
+      header: one of the same code and shapes.
       wire: layout of the entries.
       rung: number of the capacity.
-      bucket_place: from places in the message to places in the bucket, which scales belong to.
+      divisor: of every value.
+      placed: placed(sender, places) -> the places of its entries in the bucket, whose leaves the scales belong to; and
+        those to add them at, in the order of `mean`.
     """
 
-    def add_worker(worker, mean):
-        message = arrived[worker]
+    def add_sender(sender, mean):
+        message = arrived[sender]
         theirs = header.unpack(message[: header.words])
 
         def add(mean, slot, place, code, valid):
-            y = header.code.decode(code, *theirs.scales_at(bucket_place(place)))
+            in_bucket, into = placed(sender, place)
+            y = header.code.decode(code, *theirs.scales_at(in_bucket))
             # Padding goes out of bounds, each slot to a place of its own, so that "unique" holds for it too.
-            at = jnp.where(valid, position_of(place), len(mean) + slot)
-            return mean.at[at].add(y / len(arrived), mode="drop", unique_indices=True)
+            at = jnp.where(valid, position_of(into), len(mean) + slot)
+            return mean.at[at].add(y / divisor, mode="drop", unique_indices=True)
 
         return wire.read(message[header.words :], message[0], add, mean, rung)
 
-    return jax.lax.fori_loop(0, len(arrived), add_worker, mean) if len(arrived) > 1 else add_worker(0, mean)
-
-
-def message_bits(header: Header, wire: Wire, count: Array) -> tuple[Array, Array]:
-    """Bits of a message without padding, and the least that any code takes for so many entries."""
-    return header.bits + wire.bits(count), header.bits + entropy_bits(wire.places, count, wire.code_bits)
+    return jax.lax.fori_loop(0, len(arrived), add_sender, mean) if len(arrived) > 1 else add_sender(0, mean)

@@ -83,7 +83,7 @@ def _among(candidates: Array | None, words: Array) -> Array:
     return words if candidates is None else words & candidates
 
 
-def kth_magnitude(x: Array, k: int | Array, max_nonzero: int | None = None, candidates: Array | None = None) -> Array:
+def kth_magnitude(x: Array, k: int | Array, candidates: Array | None = None) -> Array:
     """Bits of the k-th largest magnitude of x, exactly.
 
     A sample gives a bracket that nearly always holds the wanted number. One pass counts the entries above it and
@@ -93,13 +93,9 @@ def kth_magnitude(x: Array, k: int | Array, max_nonzero: int | None = None, cand
     Args:
       x: float32[blocks, 32, 128].
       k: int or int32, from 1 to the number of entries.
-      max_nonzero: a bound on the number of entries that are not zero, where one is known; only these are searched.
       candidates: packed mask of the entries that count. A masked copy of x would be one more array of gradient length.
     """
     bits, size = magnitude_bits(x), x.size
-    if max_nonzero is not None and max_nonzero < size:
-        slots = assign_slots(pack_mask(bits > 0))
-        return _kth_of_bucket(_values_in(slots, x, max_nonzero), k)
     if size <= 2 * SAMPLE:
         return _kth_of_bucket(x, k, candidates)
     place = scatter_positions(size, SAMPLE, 0)
@@ -135,12 +131,12 @@ def _values_in(slots: Slots, x: Array, room: int) -> Array:
     return to_blocks(jnp.where(jnp.arange(room, dtype=jnp.int32) < slots.total, taken, 0))
 
 
-def top_k_mask(x: Array, k: int | Array, max_nonzero: int | None = None, candidates: Array | None = None) -> Array:
+def top_k_mask(x: Array, k: int | Array, candidates: Array | None = None) -> Array:
     """Packed mask of the k entries of largest magnitude of x; of equal ones, those with the lowest index.
 
     The index counts word by word. Fewer are set only where fewer are not zero. Arguments: as for `kth_magnitude`.
     """
-    threshold = kth_magnitude(x, k, max_nonzero, candidates)
+    threshold = kth_magnitude(x, k, candidates)
     bits = magnitude_bits(x)
     above, equal = (_among(candidates, words) for words in pack_two(bits > threshold, bits == threshold))
     room = k - jnp.sum(count_bits(above))

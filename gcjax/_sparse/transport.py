@@ -49,28 +49,26 @@ class TransportState:
         what it has received and not yet passed on, divided by the number of workers. None without owners.
       rank: int32, this worker's number in the last step.
       start_word: int32, the round at which owners start to assign slots.
-      bucket: where the leaves lie. Static.
       name: "all_gather", "two_phase" or "auto". Static.
     """
 
     owed: Owned
     rank: Array
     start_word: Array
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
     name: str = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(cls, bucket: Bucket, name: str = "all_gather") -> "TransportState":
         """The state of one worker before the first step."""
         owed = Owned.create(bucket, None if name == "all_gather" else _owned_shape)
-        return cls(owed, jnp.int32(0), jnp.int32(0), bucket, name)
+        return cls(owed, jnp.int32(0), jnp.int32(0), name)
 
     def residual(self) -> Array:
         """float32 of the bucket's shape: what this worker owes, times the number of workers."""
-        workers, owed = self.owed.workers, self.owed.value
+        bucket, workers, owed = self.owed.bucket, self.owed.workers, self.owed.value
         if owed is None:
-            return jnp.zeros(self.bucket.shape)
-        owner, turn = owner_of(jnp.arange(self.bucket.size // WORD), workers)
+            return jnp.zeros(bucket.shape)
+        owner, turn = owner_of(jnp.arange(bucket.size // WORD), workers)
         words = jnp.where(owner == self.rank, owed[turn // LANES, :, turn % LANES].T, 0)
         return workers * words.reshape(WORD, -1, LANES).swapaxes(0, 1)
 

@@ -37,12 +37,12 @@ from gcjax._kernels.bits import (
     unpack_mask,
     unpack_planes,
 )
-from gcjax._sparse.compaction import assign_slots, truncate
-from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, message_bits, move
+from gcjax._sparse.compaction import truncate
+from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, move
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState, owner_of, rounds_for, word_of
 from gcjax._sparse.value_codes import ValueCode, power_of_two_code
-from gcjax._sparse.wire import Wire, capacities_for, ladder
+from gcjax._sparse.wire import Wire, capacities_for, entropy_bits, ladder
 from gcjax._types import Array
 
 
@@ -136,21 +136,20 @@ def two_phase_exchange(
     lengths = phases.lengths_to_owners(header)
     arrived, first_bytes = move(messages, lengths, rung, comm, lambda comm, x: comm.all_to_all(x))
     rank = comm.rank()
-    total = add_messages(
-        arrived, owed.reshape(-1), header, phases.to_owners, rung, lambda own: phases.place_of(rank, own)
-    ).reshape(owed.shape)
 
+    def placed(sender, own):
+        return phases.place_of(rank, own), own
+
+    total = add_messages(arrived, owed.reshape(-1), header, phases.to_owners, rung, workers, placed).reshape(owed.shape)
     mean, passed_on, second = _from_owners(phases, message, total, total != owed, comm, all_finite)
     new = TransportState(
         owed=transport.owed.with_value(total - passed_on),
         rank=rank,
         start_word=start_word,
-        bucket=transport.bucket,
         name=transport.name,
     )
-    sent, places = jnp.sum(count), phases.to_owners._replace(places=WORD * message.bucket.words)
-    bits = [jnp.sum(jax.vmap(lambda k: message_bits(header, phases.to_owners, k)[0])(count)), second.payload_bits]
-    least = [workers * header.bits - header.bits + message_bits(header, places, sent)[1], second.entropy_bits]
+    sent, headers = jnp.sum(count), workers * header.bits
+    least = entropy_bits(WORD * message.bucket.words, sent, message.code.bits)
     report = SendReport(
         selected=selected,
         sent=sent,
@@ -158,8 +157,8 @@ def two_phase_exchange(
         overflow=selected - sent,
         capacity=jnp.asarray(phases.to_owners.capacities, jnp.int32)[rung] * workers,
         wire_bytes=first_bytes + second.wire_bytes,
-        payload_bits=bits[0] + bits[1],
-        entropy_bits=least[0] + least[1],
+        payload_bits=headers + jnp.sum(jax.vmap(phases.to_owners.bits)(count)) + second.payload_bits,
+        entropy_bits=headers + least + second.entropy_bits,
     )
     sent_mask = dealt[owner_of(jnp.arange(len(message.mask)), workers)]
     return Exchanged(message.bucket.split(mean), sent_mask, new.kept_unless(all_finite, transport), report)
@@ -174,14 +173,13 @@ def _fitting(phases: TwoPhase, message: Message, start_word: Array) -> tuple[Arr
     dealt = jnp.pad(words, (0, rounds * workers - size))[word_of(owner, turn, workers)]
 
     def cut(dealt, start_word):
-        wanted = jax.vmap(assign_slots, (0, None))(dealt, start_word)
-        fit, resume = jax.vmap(lambda slots_of: truncate(slots_of, slots))(wanted)
+        fit, resume = jax.vmap(lambda words: truncate(words, start_word, slots))(dealt)
         # All owners start at the same round: the next step at the first one that some owner did not reach.
-        reached = jnp.where(wanted.total > slots, (resume - start_word) % rounds, rounds)
+        reached = jnp.where(count > slots, (resume - start_word) % rounds, rounds)
         return fit, (start_word + jnp.min(reached)) % rounds
 
-    overflows = jnp.max(jnp.sum(count_bits(dealt), axis=1)) > slots
-    return lax.cond(overflows, cut, lambda dealt, start_word: (dealt, start_word * 0), dealt, start_word)
+    count = jnp.sum(count_bits(dealt), axis=1)
+    return lax.cond(jnp.max(count) > slots, cut, lambda dealt, start_word: (dealt, start_word * 0), dealt, start_word)
 
 
 class _Second(NamedTuple):
@@ -245,39 +243,24 @@ def _from_owners(
     own = jnp.concatenate([header.packed(count), entries])
     gathered, wire_bytes = move(own, lengths, rung, comm, lambda comm, x: comm.gather(x))
 
+    def placed(owner, own):
+        return (phases.place_of(owner, own),) * 2
+
     def add_sparse(gathered, fill):
-        return _add_sparse(phases, header, gathered, jnp.full(message.bucket.span, fill), rung)
+        return add_messages(gathered, jnp.full(message.bucket.span, fill), header, wire, rung, 1, placed)
 
     def add_dense(gathered, fill):
         return _dense_mean(phases, header, gathered, len(message.mask))[: message.bucket.span] + fill
 
     mean = lax.cond(is_dense, add_dense, add_sparse, gathered, fill) if phases.has_dense else add_sparse(gathered, fill)
-    bits, least = message_bits(header, wire, count)
-    all_bits = jnp.float32(header.bits + code.bits * WORD * phases.words)
-    second = _Second(wire_bytes, jnp.where(is_dense, all_bits, bits), jnp.where(is_dense, all_bits, least))
-    return mean, passed_on, second
+    bits, least = wire.bits(count), entropy_bits(wire.places, count, code.bits)
+    all_bits = jnp.float32(code.bits * WORD * phases.words)
+    bits, least = (header.bits + jnp.where(is_dense, all_bits, of_sparse) for of_sparse in (bits, least))
+    return mean, passed_on, _Second(wire_bytes, bits, least)
 
 
 def _padded(words: Array, room: int) -> Array:
     return jnp.pad(words, (0, room - len(words)))
-
-
-def _add_sparse(phases: TwoPhase, header: Header, gathered: Array, mean: Array, rung: Array) -> Array:
-    """Every owner's entries, added to `mean`, flattened blocks of the bucket."""
-
-    def add_owner(owner, mean):
-        words = gathered[owner]
-        theirs = header.unpack(words[: header.words])
-
-        def add(mean, slot, own, code, valid):
-            place = phases.place_of(owner, own)
-            y = header.code.decode(code, *theirs.scales_at(place))
-            at = jnp.where(valid, position_of(place), len(mean) + slot)
-            return mean.at[at].add(y, mode="drop", unique_indices=True)
-
-        return phases.from_owners.read(words[header.words :], words[0], add, mean, rung)
-
-    return lax.fori_loop(0, phases.workers, add_owner, mean)
 
 
 def _dense_mean(phases: TwoPhase, header: Header, gathered: Array, size: int) -> Array:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._jax_compat import vary_like, zeros
+from gcjax._jax_compat import vary_like
 from gcjax._kernels.bits import LANES, WORD
 from gcjax._sparse.compaction import START, Cursor, next_set_bits
 from gcjax._types import Array, ArrayLike
@@ -104,13 +104,20 @@ class Wire(NamedTuple):
     @property
     def room(self) -> int:
         """Words of an array that holds any of the messages and what a last chunk writes or reads beyond."""
-        beyond = self.chunk // WORD * (max(map(self.low_bits, self.capacities)) + self.code_bits)
+        beyond = self.chunk // WORD * (max(self._lows) + self.code_bits)
         return max(map(self.words, self.capacities)) + max(beyond, self._window)
 
     @property
     def _window(self) -> int:
         """Words of the bit vector to look at in a round: it has two to three bits for each entry."""
         return -(-self.chunk // 8 // LANES) * LANES
+
+    @property
+    def _lows(self) -> list[int]:
+        return [self.low_bits(slots) for slots in self.capacities]
+
+    def _upper_at(self, rung: ArrayLike) -> Array | int:
+        return _at([self.upper_words(slots) for slots in self.capacities], rung)
 
     def write(self, words: Array, total: Array, code_at: CodeAt, rung: ArrayLike) -> Array:
         """The entries of a packed mask.
@@ -137,7 +144,7 @@ class Wire(NamedTuple):
             code = jnp.where(slot < total, code_at(place), 0)
             return cursor, self._put(body, number, slot, place, code, slot < total, rung)
 
-        start = (Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), zeros((self.room,), jnp.uint32, total))
+        start = (Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), jnp.zeros(self.room, jnp.uint32))
         return self._in_chunks(write_chunk, vary_like(start, (words, total)), rung)[1]
 
     def read(self, body: Array, count: Array, visit: Visit, carry: Any, rung: ArrayLike) -> Any:
@@ -176,7 +183,7 @@ class Wire(NamedTuple):
         if self.name == "word":
             word = (code << (32 - self.code_bits)) | place.astype(jnp.uint32)
             return lax.dynamic_update_slice_in_dim(body, jnp.where(valid, word, 0), number * self.chunk, 0)
-        lows = [self.low_bits(slots) for slots in self.capacities]
+        lows = self._lows
         low = _at(lows, rung)
         bit = (place >> low) + slot
         one = jnp.uint32(1) << (bit % 32).astype(jnp.uint32)
@@ -198,7 +205,7 @@ class Wire(NamedTuple):
             word = lax.dynamic_slice_in_dim(body, number * self.chunk, self.chunk)
             place = (word & ((1 << (32 - self.code_bits)) - 1)).astype(jnp.int32)
             return cursor, place, word >> (32 - self.code_bits)
-        lows = [self.low_bits(slots) for slots in self.capacities]
+        lows = self._lows
         low = _at(lows, rung)
         most = self.code_bits + max(lows)
         planes = lax.dynamic_slice_in_dim(body, self._begin(number, low, rung), self.chunk // WORD * most)
@@ -207,15 +214,13 @@ class Wire(NamedTuple):
             planes = planes[target - target // (most * self.lanes) * ((max(lows) - low) * self.lanes)]
         planes = planes.reshape(-1, most, self.lanes)
         code, rest = self._joined(planes[:, : self.code_bits]), self._joined(planes[:, self.code_bits :])
-        upper = _at([self.upper_words(slots) for slots in self.capacities], rung)
-        bit, cursor = next_set_bits(body, upper, cursor, self.chunk, self._window)
+        bit, cursor = next_set_bits(body, self._upper_at(rung), cursor, self.chunk, self._window)
         rest = rest & ((jnp.uint32(1) << low) - 1)
         return cursor, ((bit - slot) << low) | rest.astype(jnp.int32), code
 
     def _begin(self, number: Array | int, low: Array | int, rung: ArrayLike) -> Array | int:
         """The first word of a chunk's low bits and codes."""
-        upper = _at([self.upper_words(slots) for slots in self.capacities], rung)
-        return upper + number * (self.chunk // WORD) * (self.code_bits + low)
+        return self._upper_at(rung) + number * (self.chunk // WORD) * (self.code_bits + low)
 
     def _planes(self, values: Array, bits: int) -> Array:
         """uint32[chunk] below 2**bits -> uint32[groups, bits, lanes]."""

@@ -150,7 +150,7 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
       The same pytree as global arrays, per-worker leaves `workers` times as long. New buffers: `state` stays valid.
 
     Raises:
-      ValueError: the mesh lacks an axis that a node names.
+      ValueError: the mesh lacks an axis that a node names, or a node has several workers already.
     """
 
     def workers_of(node):
@@ -159,7 +159,7 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     def shared(node):
         if not _is_per_worker(node):
             return node
-        _check_axes(node, mesh)
+        _check_placeable(node, mesh)
         return PerWorker.pack(shared_among(node.unpack(), workers_of(node)), node.axes)
 
     def spread(node):
@@ -181,7 +181,12 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
 
 
-def _check_axes(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
+def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
+    if node.workers > 1:
+        raise ValueError(
+            f"the state has {node.workers} workers already. Give place that of one worker, as tx.init(params) makes it "
+            "off the mesh; to move a placed state, use jax.device_put"
+        )
     if not set(node.axes) <= set(mesh.shape):
         raise ValueError(
             f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "

@@ -181,6 +181,12 @@ def test_a_state_of_other_options_is_refused(make, made_with, used_with):
         make(**used_with).update(G, make(**made_with).init(G))
 
 
+def test_a_state_is_placed_once():
+    state = gcjax.place(gcjax.top_k_compress(0.5, axis_name="data").init(G), mesh_of(4))
+    with pytest.raises(ValueError, match=r"the state has 4 workers already\. Give place that of one worker"):
+        gcjax.place(state, mesh_of(4))
+
+
 def test_a_state_serves_both_wires():
     g = {"w": jnp.array([3.0, 1.0, -2.0])}
     squares = jax.tree.map(jnp.zeros_like, g)

@@ -1,11 +1,13 @@
 """The transports of the sparse exchange: what each moves, who owns what, and that both give the same."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compact import compact_words
 from harness import Runner, mesh_of
 from jax.sharding import PartitionSpec as P
 from oracle import quick_bits
@@ -172,10 +174,12 @@ def test_owners_send_the_codes_of_all_entries_where_that_is_shorter():
     runner = Runner(tx, PARAMS, 8)
     few = runner.step(gradients(8, share=0.001)) and gcjax.info(runner.state)
     many = runner.step(gradients(8, share=0.9)) and gcjax.info(runner.state)
-    slots = many.capacity // 8
-    first = 7 * (2 + (slots * 3 + 2048) / 32 + slots / 32 * 4)  # words: l is 1, or 0 in more places than half
-    assert many.wire_bytes == pytest.approx(4 * first + 7 / 8 * N / 2, rel=0.2)
-    assert few.wire_bytes < 7 * 4 * 100
+    places, maxima = N // 8, 3 * 2 * 7 / 8 * 4
+    to_owners = {slots: 7 * 4 * (2 + compact_words(slots, places, 4)) for slots in (32, many.capacity // 8)}
+    codes = 2 + 4 * places // 32  # words, gathered in whole 8
+    assert many.wire_bytes == to_owners[many.capacity // 8] + 7 * 4 * 8 * math.ceil(codes / 8) + maxima
+    assert few.capacity == 8 * 32
+    assert to_owners[32] + maxima < few.wire_bytes < to_owners[32] + maxima + 7 * 4 * 60
     assert gcjax.info(runner.state).residual_norm.max() > 0
 
 

@@ -38,7 +38,7 @@ def row(name, transport, rare=False):
     def make_oracle(workers, sizes):
         return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
 
-    return Row(name, "natural_compress", make, make_oracle, rare=rare, rounds_to_nearest=transport == "two_phase")
+    return Row(name, "natural_compress", make, make_oracle, rare=rare)
 
 
 ROWS = [row("natural", "all_gather"), row("natural-owners", "two_phase", rare=True)]

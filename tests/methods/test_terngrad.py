@@ -65,17 +65,7 @@ def row(name, aggregate, clip, wire, transport="all_gather", rare=False):
             return SumOracle(workers, sizes, clip)
         return CodecOracle(workers, sizes, code_clipped, key=KEY, transport=transport, code_mean=code_mean)
 
-    nearest = transport == "two_phase"
-    return Row(
-        name,
-        "terngrad_compress",
-        make,
-        make_oracle,
-        rtol=1e-6,
-        wire=frozenset(wire),
-        rare=rare,
-        rounds_to_nearest=nearest,
-    )
+    return Row(name, "terngrad_compress", make, make_oracle, rtol=1e-6, wire=frozenset(wire), rare=rare)
 
 
 # A clip of 1.5 clips many entries.

@@ -61,9 +61,12 @@ class CodecOracle:
         return None if self.key is None else seed_words(self.key, self.steps, rank=worker, message=message)
 
     def mean(self, start, messages):
-        """`start` plus the mean of the workers' leaves."""
+        """`start` plus the mean of the workers' leaves. As XLA fuses it: each product is exact until it is added."""
         for leaves in messages:
-            start = [x + y * self.share for x, y in zip(start, leaves, strict=True)]
+            start = [
+                (x + y.astype(np.float64) * float(self.share)).astype(self.dtype)
+                for x, y in zip(start, leaves, strict=True)
+            ]
         return start
 
     def gathered(self, taken_in):

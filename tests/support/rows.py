@@ -74,8 +74,8 @@ class Row(NamedTuple):
       wire: dtypes of the collectives.
       dense_wire: may all-reduce as many words as there are parameters.
       infinite_at: magnitudes from here on become infinite, as documented.
-      rounds_to_nearest: the last bit of a mean may decide between two updates. XLA fuses the sum over 3 workers, so its
-        bits differ from numpy's there.
+      rounds_to_nearest: the last bit of a mean may decide between two updates, and with 3 workers XLA's last bits are
+        not numpy's.
       rare: the other rows cover what this one has, each separately: it only runs with the marker `full`.
     """
 
