@@ -64,7 +64,7 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 def options() -> argparse.Namespace:
     parser = machine.Parser(prog="bench.network", description=__doc__.splitlines()[0])
-    rows = (*jax_workers.ROWS, *torch_workers.ROWS)
+    rows = (*(jax_workers.ROWS | jax_workers.TRAINING), *torch_workers.ROWS)
     sizes, mallocs = ("10M", "25M", "transformer"), ("keep", "default")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="P", help="(default 2 4)")
     parser.add_argument("--parameters", nargs="+", default=sizes, metavar="N", help=f"(default {' '.join(sizes)})")
@@ -103,7 +103,7 @@ def make_tasks(args: argparse.Namespace, sides: list[str]) -> list[Task]:
         count = None if transformer else int(parameters[:-1]) * 10**6
         known = list(torch_workers.ROWS if side == "torch" else jax_workers.ROWS)
         if transformer:
-            known = [] if side == "torch" else list(jax_workers.TRANSFORMER)
+            known = [] if side == "torch" else list(jax_workers.TRAINING)
         rows = tuple(row for row in known if row in args.rows)
         sizes = collectives if side == "jax" and parameters == args.parameters[0] else ()
         if rows:

@@ -53,7 +53,17 @@ FILL = 0.98  # of the fixed capacities
 QUIET, CLEAR = 1e-3, 1.0  # magnitude of entries that do not pass, and the least of those that do
 SQUARE = 0.01  # of every entry: far above QUIET**2, and summed over the sets still below CLEAR**2
 
-TRANSFORMER = (PLAIN, "variance 1/100", "PowerSGD 2")  # rows of the whole training step
+LATE = {"overlap": "next_step"}
+# Rows of the whole training step: with the exchange behind the computation, and beside that of the next step.
+TRAINING = {
+    **{row: ROWS[row] for row in (PLAIN, "variance 1/100", "PowerSGD 2")},
+    "dense float32, next step": ("normal", lambda gcjax, n, at: gcjax.dense_compress(**LATE, **at)),
+    "variance 1/100, next step": (
+        "1/100",
+        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="all_gather", **LATE, **at),
+    ),
+    "PowerSGD 2, next step": ("normal", lambda gcjax, n, at: gcjax.power_sgd_compress(2, key=_key(), **LATE, **at)),
+}
 
 
 class Worker:
@@ -148,7 +158,7 @@ class Worker:
 
         loss_fn, params, batch = setup(self.host)
         self.parameters = count = sum(x.size for x in jax.tree.leaves(params))
-        kind, make = ROWS[row]
+        kind, make = TRAINING[row]
         tx = optimiser(make(gcjax, count, {"axis_name": "data"}))
         moments = None if GRADIENTS[kind] is None else gcjax.value_and_moments  # only variance_compress uses squares
         step = gcjax.make_train_step(loss_fn, tx, self.mesh, axis_name="data", moments=moments)

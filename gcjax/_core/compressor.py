@@ -62,7 +62,9 @@ class Compressor(NamedTuple):
       init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,
         float32 of the bucket's shape, what this worker has taken in and neither sent nor given up.
       update: see above.
+      uses_squares: whether `update` reads `sum_grad_squared`. If it is None, the square of the gradient stands for it.
     """
 
     init: InitFn
     update: UpdateFn
+    uses_squares: bool = False

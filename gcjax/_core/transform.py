@@ -18,6 +18,9 @@ from gcjax._jax_compat import tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
+from gcjax._validation import OVERLAPS, check_choice
+
+NOTHING_WAITS = 2  # said instead of 0 or 1, whether a gradient is bad, in the first step
 
 
 class UpdateReport(NamedTuple):
@@ -44,14 +47,44 @@ class CompressState(NamedTuple):
     Attributes:
       buckets: PerWorker, a tuple with the method's state of each bucket.
       report: PerWorker, an `UpdateReport`.
+      waiting: PerWorker, with `overlap="next_step"` a `Waiting`, otherwise None.
     """
 
     buckets: PerWorker
     report: PerWorker
+    waiting: PerWorker
+
+
+class GradientInput(NamedTuple):
+    """What a compressor takes in, a tuple of float32 arrays for each bucket.
+
+    Attributes:
+      gradients: of this worker.
+      squares: `sum_grad_squared`, None for a bucket without.
+    """
+
+    gradients: tuple[tuple[Array, ...], ...]
+    squares: tuple[tuple[Array, ...] | None, ...]
+
+
+class Waiting(NamedTuple):
+    """What is exchanged in the next step.
+
+    Attributes:
+      present: bool, False before the first step.
+      taken: the last step's `GradientInput`.
+    """
+
+    present: Array
+    taken: GradientInput
 
 
 def compress(
-    compressor: Compressor, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    compressor: Compressor,
+    *,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transform that replaces each worker's gradient by the compressed mean over the workers.
 
@@ -63,6 +96,11 @@ def compress(
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
         link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
+      overlap: "next_step" exchanges each gradient one step later, so that nothing of the exchange waits for the
+        backward pass and XLA can run both at once. The first update is then zero, all others come one step late, and
+        the last gradient is never applied. The state also holds the gradient, and its squares for a method that uses
+        them: a float32 per parameter each. XLA moves no collective out of a conditional, so sparse methods need a
+        fixed size: `density`, or an int as `capacity`; in two phases also an `owner_density`. None exchanges at once.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
@@ -70,12 +108,17 @@ def compress(
       all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`), and per shard where the
       parameters are sharded over further axes (`gcjax.init_sharded`).
 
+    Raises:
+      ValueError: one axis is named twice; an unknown `overlap`.
+
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it; a `sum_grad_squared`, `params` or state
         of another structure; a negative `sum_grad_squared` where its value is known.
       TypeError: leaves of integer or complex dtype.
     """
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
+    check_choice("overlap", overlap, OVERLAPS)
+    next_step = overlap is not None
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
 
@@ -87,7 +130,8 @@ def compress(
         report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
-        return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes))
+        waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
+        return CompressState(*(PerWorker.pack(part, axes) for part in (buckets, report, waiting)))
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
@@ -96,33 +140,38 @@ def compress(
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
-        states, axes = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes
+        states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = comm_for_axes(worker_axes, inner_axes)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
         varying = axes if tracks_variation(axes) else ()
-        bucket_states, old_report = vary(states, varying)
-        check_workers(bucket_states, comm.size)
-        _check_options(bucket_states, compressor, layout, comm.size)
+        old_states, old_report, waiting = vary(states, varying)
+        check_workers(old_states, comm.size)
+        _check_options(old_states, compressor, layout, comm.size)
+        _check_waiting(waiting, next_step)
         _reject_reduced(updates, worker_axes + inner_axes)
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
 
-        gradients = flatten(layout, updates)
-        squares: list[tuple[Array, ...] | None] = [None] * len(gradients)
-        if sum_grad_squared is not None:
-            squares = [*flatten(layout, sum_grad_squared)]
+        taken = _taken_in(layout, updates, sum_grad_squared)
+        if next_step:
+            (present, taken), waiting = waiting, Waiting(jnp.bool_(True), _to_wait(taken, compressor.uses_squares))
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        bad = _bad_leaves(gradients, squares)
+        bad = _bad_leaves(*taken)
         # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
         # flags of all leaves again in every kernel that uses the result.
         any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
-        all_finite = comm.max(pmax_if_axes(any_bad, shard_axes)) == 0
+        if next_step:
+            any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
+        agreed = comm.max(pmax_if_axes(any_bad, shard_axes))
+        all_finite = agreed == 0
 
         results = [
             compressor.update(gradient, square, bucket_state, comm, all_finite)
-            for gradient, square, bucket_state in zip(gradients, squares, bucket_states, strict=True)
+            for gradient, square, bucket_state in zip(*taken, old_states, strict=True)
         ]
         means, bucket_states, reports = zip(*results, strict=True)
+        if next_step:
+            means = jax.tree.map(lambda x: jnp.where(agreed == NOTHING_WAITS, 0, x), means)
 
         sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *reports)
         report = UpdateReport(
@@ -130,14 +179,32 @@ def compress(
             parameters=jnp.float32(layout.entries),
             workers=jnp.int32(comm.size),
             inner_workers=jnp.int32(comm.inner_workers),
-            skipped=old_report.skipped + ~all_finite,
+            skipped=old_report.skipped + (agreed == 1),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
-        bucket_states, report = vary((bucket_states, report), varying)
-        new = CompressState(PerWorker.pack(bucket_states, axes), PerWorker.pack(report, axes))
+        new_parts = vary((bucket_states, report, waiting), varying)
+        new = CompressState(*(PerWorker.pack(part, axes) for part in new_parts))
         return _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes), new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _taken_in(layout: Layout, updates: PyTree, sum_grad_squared: PyTree) -> GradientInput:
+    squares = (None,) * len(layout.buckets) if sum_grad_squared is None else flatten(layout, sum_grad_squared)
+    return GradientInput(tuple(flatten(layout, updates)), tuple(squares))
+
+
+def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
+    """What has to wait for the next step: the squares only if they are used, and then always."""
+    if not uses_squares:
+        return taken._replace(squares=(None,) * len(taken.squares))
+    pairs = zip(*taken, strict=True)
+    return taken._replace(squares=tuple(tuple(g * g for g in gs) if s is None else s for gs, s in pairs))
+
+
+def _zero_input(layout: Layout, uses_squares: bool) -> GradientInput:
+    zeros = tuple(tuple(jnp.zeros(s.shape) for s in bucket.segments) for bucket in layout.buckets)
+    return _to_wait(GradientInput(zeros, (None,) * len(zeros)), uses_squares)
 
 
 def _bound_workers(worker_axes: tuple[str, ...], inner_axes: tuple[str, ...]) -> int:
@@ -184,6 +251,15 @@ def _check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout
             "the state was initialised by a transform with other options, such as another transport or feedback. Use "
             "the options that it was made with, or begin with a new state. The state has "
             f"...{theirs[begin : begin + 120]}..., this transform ...{ours[begin : begin + 120]}..."
+        )
+
+
+def _check_waiting(waiting: Waiting | None, next_step: bool) -> None:
+    if (waiting is not None) != next_step:
+        had, has = (f"{'with' if late else 'without'} overlap='next_step'" for late in (not next_step, next_step))
+        raise ValueError(
+            f"the state was initialised {had}, this transform is {has}. Use the option that the state was made with, "
+            "or begin with a new state"
         )
 
 

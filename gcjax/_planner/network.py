@@ -64,6 +64,7 @@ class Setting(NamedTuple):
       step_time: seconds of a step without the exchange.
       inner_workers: workers on each host.
       inner_link: between the workers of a host; None for one worker.
+      overlap: "next_step" if the exchange runs beside the step; None if it follows it.
     """
 
     parameters: int
@@ -72,29 +73,34 @@ class Setting(NamedTuple):
     step_time: float
     inner_workers: int
     inner_link: Link | None
+    overlap: str | None
 
     @property
     def hosts(self) -> int:
         """Number of hosts."""
         return self.workers // self.inner_workers
 
-    def wire_seconds(self, transfers: Iterable[Transfer], squares: bool) -> float:
-        """Seconds of the transfers, one after the other. Between hosts, the inner workers each move a part.
-
-        Args:
-          transfers: collectives between hosts.
-          squares: whether `sum_grad_squared` is averaged within a host too.
-        """
+    def exchange_seconds(self, transfers: Iterable[Transfer]) -> float:
+        """Seconds of the collectives between hosts, one after the other. The inner workers each move a part."""
         transfers = list(transfers)
         seconds = sum(self.link.seconds(transfer, self.hosts) for transfer in transfers)
-        if self.inner_link is None:
-            return seconds
-        inner = self.inner_workers
-        seconds += self.inner_link.seconds(Transfer("all_reduce", 4 * self.parameters), inner) * (1 + squares)
-        if self.hosts > 1:
-            parts = [arriving_bytes(t, self.hosts) // inner for t in transfers if t.kind != "maximum"]
-            seconds += sum(self.inner_link.seconds(Transfer("all_gather", part), inner) for part in parts)
+        if self.inner_link is not None and self.hosts > 1:
+            parts = [arriving_bytes(t, self.hosts) // self.inner_workers for t in transfers if t.kind != "maximum"]
+            gathers = (Transfer("all_gather", part) for part in parts)
+            seconds += sum(self.inner_link.seconds(gather, self.inner_workers) for gather in gathers)
         return seconds
+
+    def inner_mean_seconds(self, squares: bool) -> float:
+        """Seconds of the dense mean within a host, of the gradient and, with `squares`, of `sum_grad_squared`."""
+        if self.inner_link is None:
+            return 0.0
+        return self.inner_link.seconds(Transfer("all_reduce", 4 * self.parameters), self.inner_workers) * (1 + squares)
+
+    def step_seconds(self, transfers: Iterable[Transfer], squares: bool, compute: float) -> float:
+        """Seconds of a whole step, `compute` of them for compressing and decoding."""
+        exchange = self.exchange_seconds(transfers)
+        hidden = min(self.step_time, exchange) if self.overlap else 0.0
+        return self.step_time + compute + self.inner_mean_seconds(squares) + exchange - hidden
 
 
 def as_link(name: str, value: Link | str | float, latency: float) -> Link:

@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
 
     def step_seconds(self, setting: Setting) -> float:
         """Seconds of a whole step."""
-        return setting.step_time + self.compute + setting.wire_seconds(self.transfers, self.squares)
+        return setting.step_seconds(self.transfers, self.squares, self.compute)
 
 
 class Prediction(NamedTuple):
@@ -114,6 +114,7 @@ class Plan(NamedTuple):
         head = (
             f"{setting.parameters:,} parameters, {setting.workers:,} workers{inside}, "
             f"{rate_text(setting.link.bits_per_second)}, step without exchange {seconds_text(setting.step_time)}"
+            f"{', exchange beside the next step' if setting.overlap else ''}"
         )
         titles = ("method", "transport", "wire MB", "compute ms", "wire ms", "step ms", "speed-up", "pays below")
         cells = [titles, *(_cells(row) for row in self.rows)]
@@ -147,7 +148,7 @@ def _prediction(candidate: Candidate, dense: Candidate, setting: Setting) -> Pre
         wire_bytes=sum(ring_bytes(transfer, setting.hosts) for transfer in candidate.transfers),
         arriving_bytes=sum(arriving_bytes(transfer, setting.hosts) for transfer in candidate.transfers),
         compute=candidate.compute,
-        wire=setting.wire_seconds(candidate.transfers, candidate.squares),
+        wire=setting.exchange_seconds(candidate.transfers) + setting.inner_mean_seconds(candidate.squares),
         step=step,
         speedup=dense.step_seconds(setting) / step,
         break_even=_break_even(candidate, dense, setting),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
 from gcjax._kernels.bits import WORD, count_bits, position_of
-from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, move
+from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, move, start_of_mean
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState
 from gcjax._sparse.two_phase import TwoPhase, two_phase_exchange
@@ -73,8 +73,9 @@ def _all_gather_exchange(message: Message, transport: TransportState, comm: Comm
 
     words = jnp.concatenate([header.packed(going), wire.write(sent_mask, going, code_at, rung)])
     arrived, wire_bytes = move(words, _words(message), rung, comm, lambda comm, x: comm.gather(x))
-    mean = add_messages(arrived, jnp.full(bucket.span, fill), header, wire, rung, comm.size)
-    bits, least = header.bits + wire.bits(sent), header.bits + entropy_bits(wire.places, sent, wire.code_bits)
     capacity = jnp.asarray(message.capacities, jnp.int32)[rung]
+    mean = start_of_mean(fill, arrived, capacity, bucket.span)
+    mean = add_messages(arrived, mean, header, wire, rung, comm.size)
+    bits, least = header.bits + wire.bits(sent), header.bits + entropy_bits(wire.places, sent, wire.code_bits)
     report = SendReport(selected, sent, jnp.int32(0), selected - sent, capacity, wire_bytes, bits, least)
     return Exchanged(bucket.split(mean), sent_mask, transport, report)

@@ -114,9 +114,9 @@ class Exchanged(NamedTuple):
 
 def choose_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, all_finite: Array) -> tuple[Array, Array]:
     """The number of the smallest capacity that holds what each worker needs, and the value to fill the mean with."""
-    # -1 stands for a step to skip. The fill value depends on this collective on purpose: the array made of it then
-    # comes after the last use of the gradient, and XLA can put it into the gradient's buffer.
-    largest = comm.max(jnp.where(all_finite, needed, -1))
+    if len(capacities) == 1:  # nothing to agree on
+        return jnp.int32(0), jnp.where(all_finite, 0.0, jnp.nan).astype(jnp.float32)
+    largest = comm.max(jnp.where(all_finite, needed, -1))  # -1 stands for a step to skip
     fill = jnp.where(largest < 0, jnp.nan, 0.0).astype(jnp.float32)
     return jnp.sum(largest > jnp.asarray(capacities[:-1], jnp.int32), dtype=jnp.int32), fill
 
@@ -147,6 +147,16 @@ def move(
         return run
 
     return jax.lax.switch(rung, [at_length(length) for length in lengths], messages)
+
+
+def start_of_mean(fill: Array, arrived: Array, capacity: Array, span: int) -> Array:
+    """What the entries that arrive are added to, float32[span]: `fill`, or NaN if a message claims too many entries.
+
+    It depends on what has arrived on purpose: so it comes after the last use of the gradient, and XLA can put it into
+    the gradient's buffer.
+    """
+    too_many = jnp.max(arrived[:, 0]) > capacity.astype(jnp.uint32)
+    return jnp.full(span, jnp.where(too_many, jnp.nan, fill))
 
 
 def add_messages(

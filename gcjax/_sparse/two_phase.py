@@ -38,7 +38,7 @@ from gcjax._kernels.bits import (
     unpack_planes,
 )
 from gcjax._sparse.compaction import truncate
-from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, move
+from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, move, start_of_mean
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState, owner_of, rounds_for, word_of
 from gcjax._sparse.value_codes import ValueCode, power_of_two_code
@@ -78,7 +78,8 @@ class TwoPhase(NamedTuple):
         most, bounded = min(workers * to_owners.capacities[-1], WORD * words), message.owner_density is not None
         if message.owner_density is not None:
             most = max(min(most, math.ceil(message.owner_density * message.bucket.entries / workers)), WORD)
-        sizes = capacities_for(tuple(ladder(min(to_owners.capacities[0], most), most)))
+        smallest = most if len(slots) == 1 else min(to_owners.capacities[0], most)  # a fixed size fixes both phases
+        sizes = capacities_for(tuple(ladder(smallest, most)))
         shorter = [k for k in sizes if Wire("compact", code.bits, WORD * words, sizes).words(k) < code.bits * words]
         has_dense = len(shorter) < len(sizes)
         from_owners = Wire("compact", code.bits, WORD * words, tuple(shorter) or sizes[:1])
@@ -247,7 +248,8 @@ def _from_owners(
         return (phases.place_of(owner, own),) * 2
 
     def add_sparse(gathered, fill):
-        return add_messages(gathered, jnp.full(message.bucket.span, fill), header, wire, rung, 1, placed)
+        mean = start_of_mean(fill, gathered, jnp.asarray(wire.capacities, jnp.int32)[rung], message.bucket.span)
+        return add_messages(gathered, mean, header, wire, rung, 1, placed)
 
     def add_dense(gathered, fill):
         return _dense_mean(phases, header, gathered, len(message.mask))[: message.bucket.span] + fill

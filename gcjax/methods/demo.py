@@ -93,6 +93,7 @@ def demo_compress(
     decay: ArrayLike = 0.999,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
 
@@ -117,7 +118,7 @@ def demo_compress(
       chunk: largest length of a chunk along an axis, up to 256.
       decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams` with `top_k` and `chunk`
         among its static_args).
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -166,7 +167,7 @@ def demo_compress(
         report = dense_report(len(index), (INDEX_BITS + 32) * len(index))
         return _leaves(mean, bucket, chunk), DemoState(kept, chunk, bucket), report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _largest(coefficients: Array, k: int) -> Array:

@@ -15,7 +15,15 @@ import optax
 
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_transport
-from gcjax.extend import Bucket, Compressor, add_decoded, compress, dense_report, gather_mean, goes_through_owners
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    add_decoded,
+    compress,
+    dense_report,
+    gather_mean,
+    goes_through_owners,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,6 +51,7 @@ def dense_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The mean of the workers' gradients, sent whole: 4 or 2 bytes per parameter.
 
@@ -51,7 +60,7 @@ def dense_compress(
         65,504 into infinities.
       transport: of 16-bit values: to every other worker ("all_gather"); to their owner and from it to all, half of that
         with 4 workers ("two_phase"); or "auto" for the one that moves fewer bytes, two phases from 3 workers on.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -104,4 +113,6 @@ def dense_compress(
         report = dense_report(entries, bits)
         return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
-    return compress(Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
+    )

@@ -73,6 +73,7 @@ def dgc_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries of largest accumulated velocity, k = max(1, floor(density * entries)).
 
@@ -113,7 +114,7 @@ def dgc_compress(
       dense_below: see above; 0 compresses everything.
       capacity: as in `gcjax.variance_compress`; None for one capacity per stage.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -186,7 +187,7 @@ def dgc_compress(
         (v, u), (g,) = values, inputs
         return v, momentum * (u + g) if nesterov else momentum * u + g
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _density_schedule(

@@ -62,6 +62,7 @@ def drive_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends every entry of the randomly rotated gradient as a sign or one of a few levels, and a scale per block.
 
@@ -98,7 +99,7 @@ def drive_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
         unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -155,7 +156,7 @@ def drive_compress(
         return _flip(bucket.join(leaves), payload[:2])
 
     codec = dense_codec(encode, decode, feedback=feedback, key=key, transport=transport, encode_mean=encode_mean)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _leaves_by_block(bucket: Bucket, block: int) -> dict[int, list[int]]:

@@ -45,6 +45,7 @@ def drop_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
 
@@ -69,7 +70,7 @@ def drop_compress(
         The samples are smaller: 65,536 entries in all, but at least 4,096 per leaf.
       capacity: as in `gcjax.variance_compress`; None for 1/2, 5/4 and 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -104,7 +105,12 @@ def drop_compress(
             wanted = sum(math.ceil(density * s.size) for s in bucket.segments)
         return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        sparse_method(select, capacities, transport),
+        axis_name=axis_name,
+        inner_axis_name=inner_axis_name,
+        overlap=overlap,
+    )
 
 
 def _of_all(a: Array, step: Array, bucket: Bucket, density: float) -> Array:

@@ -59,6 +59,7 @@ def dryden_compress(
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the largest entries of each sign of gradient plus residual as their class's mean.
 
@@ -81,7 +82,7 @@ def dryden_compress(
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
       capacity: as in `gcjax.variance_compress`; None for six from 1/4 to 2 times the wanted count.
       transport, wire: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -122,7 +123,7 @@ def dryden_compress(
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _default_capacities(density: float, bucket: Bucket) -> tuple[int, ...]:

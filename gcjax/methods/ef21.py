@@ -74,7 +74,11 @@ class ChangeState:
 
 
 def ef21_compress(
-    density: float, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    density: float,
+    *,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries in which the gradient differs most from what the workers know of it; the update is dense.
 
@@ -96,7 +100,7 @@ def ef21_compress(
 
     Args:
       density: share of the entries to send, in (0, 1].
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -133,7 +137,9 @@ def ef21_compress(
         sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0))
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report
 
-    return _accumulated(compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name))
+    return _accumulated(
+        compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    )
 
 
 def _accumulated(changes: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

@@ -16,11 +16,24 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._types import Array, AxisNames
-from gcjax.extend import Bucket, bits_float, compress, dense_codec, float_bits, leaf_groups, pack_mask, unpack_mask
+from gcjax.extend import (
+    Bucket,
+    bits_float,
+    compress,
+    dense_codec,
+    float_bits,
+    leaf_groups,
+    pack_mask,
+    unpack_mask,
+)
 
 
 def ef_sign_compress(
-    *, transport: str = "all_gather", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry of gradient plus residual, scaled by the leaf's mean magnitude.
 
@@ -41,7 +54,7 @@ def ef_sign_compress(
     Args:
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
         unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -62,7 +75,7 @@ def ef_sign_compress(
     [ 2. -2.] [2. 2.]
     """
     codec = dense_codec(_encode, _decode, feedback=True, transport=transport)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _encode(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, int]:

@@ -42,6 +42,7 @@ def gaussian_k_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
 
@@ -67,7 +68,7 @@ def gaussian_k_compress(
       density: wanted share of the entries to send, in (0, 1].
       capacity: as in `gcjax.variance_compress`; None for 1/2, 4/3 and 4 times k.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -102,7 +103,12 @@ def gaussian_k_compress(
         k = count_for_density(density, bucket.entries)
         return tuple(min(math.ceil(share * k), bucket.entries) for share in CAPACITIES)
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        sparse_method(select, capacities, transport),
+        axis_name=axis_name,
+        inner_axis_name=inner_axis_name,
+        overlap=overlap,
+    )
 
 
 def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array, Array]:

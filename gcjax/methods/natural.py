@@ -27,7 +27,12 @@ _TOP = 254  # biased exponent of the largest finite numbers
 
 
 def natural_compress(
-    *, key: Array, transport: str = "all_gather", axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *,
+    key: Array,
+    transport: str = "all_gather",
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry and one of the two powers of two around it.
 
@@ -51,7 +56,7 @@ def natural_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
         unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -92,4 +97,4 @@ def natural_compress(
         return bits_float(unpack_planes(payload, BITS) << _MANTISSA)
 
     codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

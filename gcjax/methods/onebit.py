@@ -57,7 +57,7 @@ class OneBitState:
 
 
 def onebit_compress(
-    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
 
@@ -76,7 +76,7 @@ def onebit_compress(
     Momentum, weight decay and learning rate come after it: `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
 
     Args:
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -127,7 +127,7 @@ def onebit_compress(
         report = dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
         return _leaves(updates, bucket), new, report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _is_matrix(s: Segment) -> bool:

@@ -48,6 +48,7 @@ def qsgd_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
 
@@ -80,7 +81,7 @@ def qsgd_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
         unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -150,7 +151,7 @@ def qsgd_compress(
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
     codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _elias_bits(level: Array, blocks: Groups) -> Array:

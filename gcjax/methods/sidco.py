@@ -44,6 +44,7 @@ def sidco_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the entries of gradient plus residual above the threshold of an exponential fit to their magnitudes.
 
@@ -71,7 +72,7 @@ def sidco_compress(
       stages: M, at least 1.
       capacity: as in `gcjax.variance_compress`; None for 3/4, 5/4 and 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -106,7 +107,12 @@ def sidco_compress(
         wanted = count_for_density(density, bucket.entries)
         return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
-    return compress(sparse_method(select, capacities, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        sparse_method(select, capacities, transport),
+        axis_name=axis_name,
+        inner_axis_name=inner_axis_name,
+        overlap=overlap,
+    )
 
 
 def _ratios(density: float, stages: int) -> tuple[float, ...]:

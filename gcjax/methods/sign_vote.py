@@ -64,7 +64,7 @@ class SignumState:
 
 
 def sign_vote_compress(
-    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Every worker votes on the sign of each entry; the update is the sign with most votes.
 
@@ -80,7 +80,7 @@ def sign_vote_compress(
     `optax.chain(gcjax.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping has no effect.
 
     Args:
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -102,11 +102,17 @@ def sign_vote_compress(
         bucket = state.bucket
         return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
 
-    return compress(Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
+    )
 
 
 def signum_compress(
-    momentum: ArrayLike = 0.9, *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
+    momentum: ArrayLike = 0.9,
+    *,
+    axis_name: AxisNames = None,
+    inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Every worker votes with the sign of its own momentum; the update is the sign with most votes.
 
@@ -120,7 +126,7 @@ def signum_compress(
 
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -150,7 +156,7 @@ def signum_compress(
         m = jnp.where(all_finite, m, state.momentum)
         return _vote(m, bucket, comm, all_finite), SignumState(m, bucket), _report(bucket)
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _report(bucket: Bucket) -> SendReport:

@@ -50,6 +50,7 @@ def terngrad_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends every entry as -1, 0 or +1, relative to the largest of its leaf after clipping.
 
@@ -77,7 +78,7 @@ def terngrad_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: of "gather": "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3
         workers on, unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -105,7 +106,7 @@ def terngrad_compress(
     if aggregate == "sum" and transport != "all_gather":
         raise ValueError(f"transport={transport!r} needs aggregate='gather': sums are all-reduced")
     compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key, transport)
-    return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _summed(clip: ArrayLike | None, key: Array) -> Compressor:

@@ -25,6 +25,7 @@ def top_k_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
 
@@ -41,7 +42,7 @@ def top_k_compress(
     Args:
       density: share of the entries to send, in (0, 1].
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -69,4 +70,9 @@ def top_k_compress(
     def capacity(bucket):
         return count_for_density(density, bucket.entries)
 
-    return compress(sparse_method(select, capacity, transport), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        sparse_method(select, capacity, transport),
+        axis_name=axis_name,
+        inner_axis_name=inner_axis_name,
+        overlap=overlap,
+    )

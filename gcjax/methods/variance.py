@@ -98,6 +98,7 @@ def variance_compress(
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
+    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sends an entry when its accumulated gradient stands out from its accumulated variance.
 
@@ -145,6 +146,7 @@ def variance_compress(
       wire: "compact", or "word" for the paper's word per entry.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
+      overlap: "next_step" exchanges each gradient one step later, beside the next computation; see `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. `update` takes `sum_grad_squared`, a pytree like the gradient with
@@ -215,7 +217,12 @@ def variance_compress(
             return capacities_for(count_for_density(density, bucket.entries))
         return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
+    return compress(
+        Compressor(init, update, uses_squares=True),
+        axis_name=axis_name,
+        inner_axis_name=inner_axis_name,
+        overlap=overlap,
+    )
 
 
 def _check(

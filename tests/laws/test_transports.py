@@ -1,5 +1,6 @@
 """The transports of the sparse exchange: what each moves, who owns what, and that both give the same."""
 
+import dataclasses
 import functools
 import math
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import quick_bits
 
 import gcjax
+from gcjax._comm.collectives import mesh_comm, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
 from gcjax._sparse.exchange import default_capacities
 from gcjax._sparse.transport import owner_of, word_of
@@ -217,3 +219,18 @@ def test_default_capacities():
     assert (sizes[1:] <= 2 * sizes[:-1]).all()
     assert (sizes[-10:] <= 1.5 * sizes[-11:-1]).all()
     assert default_capacities(100) == (32,)
+
+
+@pytest.mark.parametrize("count", [32, 33, 2**32 - 1])
+def test_a_message_that_claims_too_many_entries_makes_the_update_nan(count):
+    alone = mesh_comm(())
+
+    def damaged(x):
+        return alone.gather(x.at[0].set(jnp.uint32(count)))
+
+    comm = dataclasses.replace(alone, gather=damaged, metered=lambda: comm)
+    tx = gcjax.top_k_compress(32 / N, transport="all_gather")
+    with replaced_comm(lambda *axes: comm):
+        update = tx.update({"a": jnp.arange(N) / N}, tx.init(PARAMS))[0]["a"]
+    assert np.isnan(update).all() == (count > 32)
+    assert np.isnan(update).any() == (count > 32)

@@ -66,8 +66,8 @@ def test_seconds_with_two_levels_of_network():
     row = row_of(found, "variance 1/100")
     # Count, a scale, and the entries: in whole 1,024 (10,240), among those of 31,360 mask words. All in whole 8.
     payload = 4 * 8 * math.ceil((2 + compact_words(10_240, 32 * 31_360, 4)) / 8)
-    assert row.wire_bytes == pytest.approx(payload + 2 * 4)
-    between = 0.001 + payload / 1e6 + 2 * (0.001 + 4e-6)
+    assert row.wire_bytes == pytest.approx(payload + 4)
+    between = 0.001 + payload / 1e6 + (0.001 + 4e-6)
     inside = 2 * (2 * 3 / 4 * 4e6) / 1e9 + 3 * (2 * payload // 4) / 1e9  # gradient and squares; gathering the parts
     assert row.wire == pytest.approx(between + inside, rel=1e-6)
     inside = (2 * 3 / 4 * 4e6 + 3 * 1e6) / 1e9
@@ -203,3 +203,31 @@ def test_units_are_read_and_written():
     assert [as_seconds("t", x) for x in ("300ms", "50us", "2s", 1)] == pytest.approx([0.3, 5e-5, 2, 1])
     assert [as_count("n", x) for x in ("25.6M", "7B", "512", 3)] == [25_600_000, 7_000_000_000, 512, 3]
     assert [rate_text(x) for x in (2.5e9, 1e8, 0, math.inf)] == ["2.5 Gbit", "100 Mbit", "never", "always"]
+
+
+@pytest.mark.parametrize(("step_time", "exposed"), [(0.5, "exchange"), (30.0, "nothing")])
+def test_the_exchange_hides_behind_a_step_that_is_long_enough(step_time, exposed):
+    behind, beside = (plan("1M", 4, SLOW, step_time, overlap=overlap) for overlap in (None, "next_step"))
+    for row in behind.rows:
+        hidden = row_of(beside, row.method)
+        assert row.step == pytest.approx(step_time + row.compute + row.wire)
+        assert hidden.step == pytest.approx(max(step_time, row.wire) + row.compute)
+    dense = row_of(beside, "dense float32")
+    assert dense.step - dense.compute == pytest.approx(dense.wire if exposed == "exchange" else step_time)
+    assert "exchange beside the next step" in str(beside)
+    assert beside.at("10Gbit").setting.overlap == "next_step"
+
+
+def test_the_mean_within_a_host_is_never_hidden():
+    inner = {"inner_workers": 4, "inner_link": "10Gbit"}
+    behind, beside = (plan("1M", 16, "100Mbit", 100.0, overlap=overlap, **inner) for overlap in (None, "next_step"))
+    for row in behind.rows:
+        hidden, mean = row_of(beside, row.method), beside.setting.inner_mean_seconds(row.squares)
+        assert mean > 0
+        assert hidden.step == pytest.approx(100.0 + row.compute + mean)
+        assert row.wire > mean
+
+
+def test_an_unknown_overlap_is_refused():
+    with pytest.raises(ValueError, match="overlap must be one of None, 'next_step', got 'backward'"):
+        plan(overlap="backward")
