@@ -14,7 +14,7 @@ from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
@@ -78,6 +78,7 @@ def compress(
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
+    compressor = Compressor(*map(in_32_bits, compressor))
 
     def init(params: PyTree) -> CompressState:
         layout = layout_of(params)
