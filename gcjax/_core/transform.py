@@ -101,7 +101,7 @@ def compress(
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
         layout = layout_of(updates)
-        sum_grad_squared = _mask_like(updates, sum_grad_squared)
+        sum_grad_squared = mask_like(updates, sum_grad_squared)
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
@@ -162,7 +162,7 @@ def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
+def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
     """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
     masked: object = jax.tree.structure(updates, is_leaf=_is_masked)
     if tree is None or masked != jax.tree.structure(tree):
