@@ -290,16 +290,17 @@ def test_gradients_too_large_to_add_up_count_as_not_finite(row, too_large):
 @EVERY_KIND
 def test_float16_updates_saturate_and_are_counted(row):
     g = {name: jnp.full(shape, 6e4, jnp.float16) for name, shape in {**SHAPES, "e": (300,)}.items()}
+    wide = {name: x.astype(jnp.float32) for name, x in g.items()}
     tx = row.make(None, **({"capacity": 64} if len(row.capacities) > 1 else {}))
-    step, state = jax.jit(tx.update), tx.init(g)
+    step, state, wide_state = jax.jit(tx.update), tx.init(g), tx.init(wide)
     for _ in range(5):
         update, state = step(g, state)
-        largest = sum(int((jnp.abs(leaf) == 65504).sum()) for leaf in update.values())
-        assert all(jnp.isfinite(leaf).all() for leaf in update.values())
-        assert gcjax.info(state).saturated == largest
-    info = gcjax.info(state)
-    assert info.skipped == 0
-    assert np.isfinite(info.residual_norm).all()
+        exact, wide_state = step(wide, wide_state)
+        for got, want in zip(jax.tree.leaves(update), jax.tree.leaves(exact), strict=True):
+            np.testing.assert_array_equal(got, jnp.clip(want, -65504, 65504).astype(jnp.float16))
+        beyond = sum(int((jnp.abs(leaf) > 65504).sum()) for leaf in exact.values())
+        assert (gcjax.info(state).skipped, gcjax.info(state).saturated) == (0, beyond)
+    assert np.isfinite(gcjax.info(state).residual_norm).all()
 
 
 @EVERY_METHOD
