@@ -116,13 +116,13 @@ def test_updates_and_counts_equal_the_numpy_oracle(row, workers, mode):
         np.testing.assert_array_equal(ours, counts)
 
 
-def check_conservation(gradients, updates, left):
-    """The sum of the updates and the mean residual make up the sum of the dense means."""
+def check_conservation(gradients, updates, left, unit=1.0):
+    """The sum of the updates and the mean residual make up the sum of the dense means, but for rounding of `unit`."""
     for leaf, name in enumerate(PARAMS):
         dense = sum(np.mean([g[leaf] for g in step], axis=0, dtype=np.float64) for step in gradients)
         sent = sum(u[name][0].astype(np.float64) for u in updates).ravel()
         kept = np.mean([worker[leaf] for worker in left], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, dense, rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose((sent + kept) / unit, dense / unit, rtol=1e-6, atol=1e-5)
 
 
 @EVERY_ROW
@@ -264,15 +264,19 @@ def test_finite_gradients_of_any_size_never_spoil_the_state(row):
         everywhere(lambda shape: np.full(shape, -1e-40)),
         everywhere(lambda shape: rng.normal(size=shape)),
     ]
-    runner = runner_of(row)
+    runner, updates = runner_of(row), []
     for g in steps:
         squares = {name: np.float32(np.minimum(x.astype(np.float64) ** 2, 3e38)) for name, x in g.items()}
         update = runner.step(g, squares)
+        updates.append(update)
         assert all(np.isfinite(leaf).all() for leaf in update.values())
         assert all((leaf == leaf[0]).all() for leaf in update.values())
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(runner.state))
     assert gcjax.info(runner.state).skipped == 0
     assert np.isfinite(gcjax.info(runner.state).residual_norm).all()
+    if row.conserves:
+        gradients = [[[leaf[worker].ravel() for leaf in g.values()] for worker in range(8)] for g in steps]
+        check_conservation(gradients, updates, residuals(runner.state, 8, SIZES), LARGEST)
 
 
 @EVERY_METHOD
