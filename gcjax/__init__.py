@@ -4,6 +4,7 @@ from gcjax import extend, gossip, methods
 from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, info
 from gcjax._core.per_worker import PerWorker
+from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.transform import CompressState, compress
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs
@@ -28,6 +29,7 @@ __all__ = [
     "Moments",
     "PerWorker",
     "Plan",
+    "ScaleFirstState",
     "TrainState",
     "check_agreement",
     "check_moments",
@@ -44,6 +46,7 @@ __all__ = [
     "per_worker",
     "place",
     "plan",
+    "scale_first",
     "state_specs",
     "value_and_moments",
 ]

@@ -3,6 +3,7 @@
 They are looked up on import, so that a JAX release without one of them fails at once and says why.
 """
 
+import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -46,6 +47,7 @@ _check_vma = needed("jax._src.config:_check_vma")
 _distributed = needed("jax._src.distributed:global_state")
 _NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
 for _name in (
+    "jax:enable_x64",
     "jax:reshard",
     "jax:typeof",
     "jax.extend.core:ClosedJaxpr",
@@ -104,6 +106,17 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         untyped = jax.tree.map(lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)), args)
         out = fn(*untyped)
     return vary(out, axes)
+
+
+def in_32_bits(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`fn` with jax_enable_x64 off: what it makes without naming a dtype is float32 or int32, for any user."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        with jax.enable_x64(False):
+            return fn(*args)
+
+    return run
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:

@@ -36,7 +36,10 @@ class Info(NamedTuple):
       wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for a single worker.
         Inner workers share the all-reduce, too.
       residual_norm: float64[workers], 2-norm of what each worker has taken in and not yet sent.
-      skipped: updates so far that were skipped because some worker's input was not finite.
+      skipped: updates so far that were skipped because some worker's input was not finite: NaN, infinite or of
+        magnitude 2**80 (1.2e24) or more.
+      saturated: entries of the last update beyond the range of their leaf's dtype, such as float16. They became its
+        largest number, and the rest is lost: compress float32 or bfloat16 gradients, or use a smaller loss scale.
     """
 
     selected: np.ndarray
@@ -51,6 +54,7 @@ class Info(NamedTuple):
     wire_ratio: float
     residual_norm: np.ndarray
     skipped: int
+    saturated: int
 
 
 def info(opt_state: PyTree) -> Info:
@@ -97,6 +101,7 @@ def info(opt_state: PyTree) -> Info:
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
         residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),
         skipped=max(int(r.skipped[0]) for r in reports),
+        saturated=sum(int(r.saturated[0]) for r in reports),
     )
 
 

@@ -14,13 +14,17 @@ from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
-from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import OVERLAPS, check_choice
 
 NOTHING_WAITS = 2  # said instead of 0 or 1, whether a gradient is bad, in the first step
+
+# Gradients from here on count as not finite. What methods add up then stays in float32's range: 2**28 entries of a
+# bucket, over 2**20 steps.
+LARGEST = 2.0**80
 
 
 class UpdateReport(NamedTuple):
@@ -32,6 +36,7 @@ class UpdateReport(NamedTuple):
       workers: int32, number of workers.
       inner_workers: int32, inner workers of each.
       skipped: int32, updates so far that were skipped because some worker's input was not finite.
+      saturated: int32, entries of the last update that lie beyond the range of their leaf's dtype, such as float16.
     """
 
     sent: SendReport
@@ -39,6 +44,7 @@ class UpdateReport(NamedTuple):
     workers: Array
     inner_workers: Array
     skipped: Array
+    saturated: Array
 
 
 class CompressState(NamedTuple):
@@ -105,8 +111,10 @@ def compress(
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
       of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
-      all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`), and per shard where the
-      parameters are sharded over further axes (`gcjax.init_sharded`).
+      all workers. All arithmetic is in float32, under jax_enable_x64, too. Gradients of magnitude 2**80 (1.2e24) or
+      more count as not finite. An update beyond the range of a float16 leaf becomes the largest float16; the rest is
+      lost; `gcjax.info` counts such entries as `saturated`. Other extra arguments are ignored. Its state is per worker
+      (`PerWorker`), and per shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
 
     Raises:
       ValueError: one axis is named twice; an unknown `overlap`.
@@ -121,13 +129,14 @@ def compress(
     next_step = overlap is not None
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
+    compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
     def init(params: PyTree) -> CompressState:
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)
         sent = SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes)
-        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none)
+        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none, none)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
@@ -136,7 +145,7 @@ def compress(
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
         layout = layout_of(updates)
-        sum_grad_squared = _mask_like(updates, sum_grad_squared)
+        sum_grad_squared = mask_like(updates, sum_grad_squared)
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
@@ -180,6 +189,7 @@ def compress(
             workers=jnp.int32(comm.size),
             inner_workers=jnp.int32(comm.inner_workers),
             skipped=old_report.skipped + (agreed == 1),
+            saturated=count_beyond_range(layout, means),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new_parts = vary((bucket_states, report, waiting), varying)
@@ -203,7 +213,7 @@ def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
 
 
 def _zero_input(layout: Layout, uses_squares: bool) -> GradientInput:
-    zeros = tuple(tuple(jnp.zeros(s.shape) for s in bucket.segments) for bucket in layout.buckets)
+    zeros = tuple(tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments) for bucket in layout.buckets)
     return _to_wait(GradientInput(zeros, (None,) * len(zeros)), uses_squares)
 
 
@@ -219,7 +229,7 @@ def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
+def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
     """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
     masked: object = jax.tree.structure(updates, is_leaf=_is_masked)
     if tree is None or masked != jax.tree.structure(tree):
@@ -338,9 +348,10 @@ def _equal_where_gradients_are(updates: PyTree, gradients: PyTree, shard_axes: t
 
 
 def _bad_leaves(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
-    """How many arrays have an entry that is not finite, or a negative square: int32."""
+    """How many arrays have an entry that is not finite or not below `LARGEST`, or a negative square: int32."""
     # Both differences are zero for good values, and otherwise NaN or positive.
-    bad = [_any_nonzero(g - g) for leaves in gradients for g in leaves]
+    scaled = [g * (2.0**128 / LARGEST) for leaves in gradients for g in leaves]  # infinite from LARGEST on
+    bad = [_any_nonzero(g - g) for g in scaled]
     bad += [_any_nonzero(jnp.abs(s) - s) for leaves in squares if leaves is not None for s in leaves]
     return jnp.sum(jnp.stack(bad), dtype=jnp.int32)
 

@@ -109,13 +109,39 @@ def _segment(leaf: Array, s: Segment) -> Array:
 
 
 def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]]) -> PyTree:
-    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes."""
+    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes.
+
+    What lies beyond the range of a float16 or float8 leaf becomes the largest number of it; `count_beyond_range` counts
+    these entries.
+    """
     pieces: list[list[Array]] = [[] for _ in layout.shapes]
     for bucket, arrays in zip(layout.buckets, buckets, strict=True):
         for s, x in zip(bucket.segments, arrays, strict=True):
             pieces[s.leaf].append(x.reshape(-1) if math.prod(layout.shapes[s.leaf]) > s.size else x)
     leaves = [
-        (concatenated(parts) if parts else jnp.zeros(0)).reshape(shape).astype(dtype)
+        _narrowed((concatenated(parts) if parts else jnp.zeros(0)).reshape(shape), dtype)
         for parts, shape, dtype in zip(pieces, layout.shapes, layout.dtypes, strict=True)
     ]
     return jax.tree_util.tree_unflatten(layout.treedef, leaves)
+
+
+def count_beyond_range(layout: Layout, buckets: Sequence[Sequence[Array]]) -> Array:
+    """How many entries lie beyond the range of their leaf's dtype, int32; NaN does not count."""
+    counts = [
+        jnp.sum(jnp.abs(x) > largest, dtype=jnp.int32)
+        for bucket, arrays in zip(layout.buckets, buckets, strict=True)
+        for s, x in zip(bucket.segments, arrays, strict=True)
+        if (largest := _largest_if_narrow(layout.dtypes[s.leaf])) is not None
+    ]
+    return sum(counts, jnp.int32(0))
+
+
+def _narrowed(x: Array, dtype: np.dtype) -> Array:
+    largest = _largest_if_narrow(dtype)
+    return (x if largest is None else jnp.clip(x, -largest, largest)).astype(dtype)
+
+
+def _largest_if_narrow(dtype: np.dtype) -> float | None:
+    """The largest number of a dtype with fewer bits for the exponent than float32, such as float16; None of others."""
+    info = jnp.finfo(dtype)
+    return float(info.max) if info.maxexp < jnp.finfo(jnp.float32).maxexp else None
