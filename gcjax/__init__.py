@@ -11,6 +11,7 @@ from gcjax._planner.measuring import Cost, Method
 from gcjax._planner.network import Link
 from gcjax._planner.plan import plan
 from gcjax._planner.prediction import Plan
+from gcjax._training.compressed_grad import compressed_value_and_grad
 from gcjax._training.consistency import check_agreement
 from gcjax._training.sharding import init_sharded, local_gradients, per_worker, place, state_specs
 from gcjax._training.step import Metrics, TrainState, make_train_step
@@ -32,6 +33,7 @@ __all__ = [
     "check_agreement",
     "check_moments",
     "compress",
+    "compressed_value_and_grad",
     "delay",
     "explain_moments",
     "extend",

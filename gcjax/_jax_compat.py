@@ -86,9 +86,15 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def constrain(tree: PyTree, sharding: jax.sharding.NamedSharding) -> PyTree:
-    """Lay arrays out as `sharding` says, inside jit, on meshes with explicit or automatic axes."""
-    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
-    return (jax.reshard if explicit else lax.with_sharding_constraint)(tree, sharding)
+    """Lay arrays out as `sharding` says, inside jit. On a mesh that has explicit axes, along those axes only."""
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind == jax.sharding.AxisType.Explicit}
+    if not explicit:
+        return lax.with_sharding_constraint(tree, sharding)
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in sharding.spec]
+    spec = jax.sharding.PartitionSpec(*(tuple(name for name in entry if name in explicit) for entry in entries))
+    return jax.reshard(tree, jax.sharding.NamedSharding(mesh, spec))
 
 
 def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
