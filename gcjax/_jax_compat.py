@@ -52,6 +52,7 @@ for _name in (
     "jax.extend.core:Literal",
     "jax.lax:pcast",
     "jax.sharding:AxisType",
+    "jax.sharding:auto_axes",
     "jax._src.core:JaxprEqn.ctx",
     "jax._src.core:Primitive.get_bind_params",
     "jax._src.core:ShapedArray.mat",
@@ -110,6 +111,29 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         untyped = jax.tree.map(lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)), args)
         out = fn(*untyped)
     return vary(out, axes)
+
+
+def with_automatic_samples(
+    fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree
+) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    """`fn(params, batch) -> value, (sums, sums)`, with explicit axes that shard the samples automatic inside.
+
+    Samples could not be taken one by one otherwise. `value` comes back replicated over these axes; the sums, trees like
+    `params`, are sharded like them.
+    """
+    sharding, axes = jax.sharding.NamedSharding, set()
+    for x in jax.tree.leaves(batch):
+        mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+        names = ((spec[0],) if isinstance(spec[0], str) else spec[0] or ()) if spec else ()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        axes |= {(mesh, name) for name in names if kinds[name] == jax.sharding.AxisType.Explicit}
+    if not axes:
+        return fn(params, batch)
+    mesh = next(iter(axes))[0]  # JAX lets no computation have two
+    like_params = jax.tree.map(lambda x: sharding(mesh, jax.typeof(x).sharding.spec), params)
+    out_sharding = (sharding(mesh, jax.sharding.PartitionSpec()), (like_params, like_params))
+    names = tuple(name for name in mesh.axis_names if (mesh, name) in axes)
+    return jax.sharding.auto_axes(fn, axes=names, out_sharding=out_sharding)(params, batch)
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:

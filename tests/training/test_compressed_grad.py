@@ -106,6 +106,24 @@ def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
     assert info.sent[0] == 6 * 4 + 4 * 4 + 4
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_batch_may_be_sharded_over_further_axes(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (kind, kind))
+
+    def loss(w, x):
+        w = jax.reshard(w, P()) if kind == EXPLICIT else w
+        return jnp.mean(jnp.sum(jnp.tanh(x @ w), -1) ** 2)
+
+    fn = gcjax.compressed_value_and_grad(loss, gcjax.dense_compress(axis_name="data"), mesh, param_specs=P("fsdp"))
+    w, x = params_of()["a"], batch_of(16)["x"]
+    placed = on(mesh, w, P("fsdp")), on(mesh, x, P(("data", "fsdp")))
+    value, grad, _ = jax.jit(fn)(placed[0], fn.init(placed[0]), placed[1])
+    expected = jax.value_and_grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(x @ w), -1) ** 2))(w)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grad, expected[1], rtol=1e-4, atol=1e-6)
+    assert grad.addressable_shards[0].data.shape == (3, 8)
+
+
 def test_only_compressed_messages_cross_the_workers_axis():
     mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, AUTO))
     tx = gcjax.top_k_compress(0.05, axis_name="data")
