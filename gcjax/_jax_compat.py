@@ -75,6 +75,21 @@ def tracks_variation(axes: tuple[str, ...]) -> bool:
     return bool(axes) and bool(varying_axes(lax.axis_index(axes)))
 
 
+def partitioned_axes(tree: PyTree) -> dict[str, int]:
+    """Mesh axes of several devices among which JAX partitions here, with their sizes: of `jax.set_mesh`, of any leaf.
+
+    Axes that `shard_map` or `pmap` bind are not among them. Leaves that get a sharding from `in_shardings` of `jax.jit`
+    alone show none.
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))]
+    return {
+        name: size
+        for mesh in meshes
+        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        if size > 1 and kind != jax.sharding.AxisType.Manual
+    }
+
+
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Type every leaf as varying over the mesh axes `axes`. The values stay as they are."""
     axes = frozenset(axes)
