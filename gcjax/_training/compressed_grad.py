@@ -196,7 +196,13 @@ class CompressedGrad:
     def _compress(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         grad, squares = jax.tree.map(lambda x: x[0], stacked)
         extra = {} if squares is None else {"sum_grad_squared": squares}
-        return self._tx.update(grad, state, params, **extra)
+        grads, state = self._tx.update(grad, state, params, **extra)
+        if differing := sorted(varying_axes(grads) & set(self._axes)):
+            raise ValueError(
+                f"tx leaves the gradients of the workers along {differing} different: its compressor must name "
+                f"axis_name={self._axes}, all of the axes that compressed_value_and_grad was given"
+            )
+        return grads, state
 
     def _has_batch_axis(self, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:
         """For each leaf of aux, whether its leading axis grows with the batch."""

@@ -170,13 +170,12 @@ def counting_loss(params, batch):
     return loss_fn(params, batch), {"right": jnp.sum(batch["x"] > 0)}
 
 
-def call(loss=loss_fn, batch=16, mesh=None, params=None, **options):
+def call(loss=loss_fn, batch=16, compressor_axis="data", **options):
     """Trace the function, for the errors that it raises."""
-    mesh = mesh or jax.make_mesh((4, 2), ("data", "model"), (AUTO, EXPLICIT))
-    tx = gcjax.dense_compress(axis_name="data")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, EXPLICIT))
+    tx = gcjax.dense_compress(axis_name=compressor_axis)
     fn = gcjax.compressed_value_and_grad(loss, tx, mesh, moments=None, **options)
-    params = params_of() if params is None else params
-    jax.eval_shape(fn, params, fn.init(params_of()), batch_of(batch))
+    jax.eval_shape(fn, params_of(), fn.init(params_of()), batch_of(batch))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +185,11 @@ def call(loss=loss_fn, batch=16, mesh=None, params=None, **options):
         ({"batch": 18}, ValueError, r"batch leaf \['x'\] has shape \(18, 6\).*multiple of 4 = 4 workers"),
         ({"axis_name": "other"}, ValueError, "must name axes of the mesh"),
         ({"param_specs": {"a": P("data")}}, ValueError, r"shards over \['data'\], an axis of the workers"),
+        (
+            {"compressor_axis": None},
+            ValueError,
+            r"along \['data'\] different: its compressor must name axis_name=\('data',\)",
+        ),
         ({"param_specs": P("row")}, ValueError, r"the mesh has no axis \['row'\]"),
     ],
 )
