@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from gcjax._core.compressor import SendReport
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.transform import CompressState, UpdateReport
 from gcjax._kernels.bits import TINY
@@ -123,8 +124,11 @@ def _local_nodes(node: PerWorker) -> list[PerWorker]:
 
 def _report(state: CompressState) -> UpdateReport:
     """The report with numpy leaves of shape (workers,)."""
-    parts = [jax.tree.map(np.asarray, node).stacked() for node in _local_nodes(state.report)]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    parts = [jax.tree.leaves(jax.tree.map(np.asarray, node).stacked()) for node in _local_nodes(state.report)]
+    leaves: list[Any] = [np.concatenate(workers) for workers in zip(*parts, strict=True)]
+    of_sent = len(SendReport._fields)
+    # Built anew, because NNX of Flax wraps every leaf.
+    return UpdateReport(SendReport(*leaves[:of_sent]), *leaves[of_sent:])
 
 
 def _residual_norms(state: CompressState) -> np.ndarray:
