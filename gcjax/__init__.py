@@ -5,6 +5,7 @@ from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, info
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.transform import CompressState, compress
+from gcjax._export import register_states
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs
 from gcjax._planner.measuring import Cost, Method
@@ -50,3 +51,5 @@ __all__ = [
     "value_and_moments",
 ]
 __all__ += methods.__all__
+
+register_states()
