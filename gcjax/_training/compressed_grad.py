@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
 from gcjax._jax_compat import constrain, varying_axes
-from gcjax._kernels.layout import path_name
+from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
 from gcjax._training.gradients import BatchGradient, batch_gradient, check_batch
 from gcjax._training.sharding import as_local, init_sharded, place, state_specs
@@ -77,7 +77,8 @@ def compressed_value_and_grad(
     Raises:
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
         are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly.
-      TypeError: from `fn`, an auxiliary leaf that is not floating and differs between workers.
+      TypeError: from `init` and `fn`, a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is
+        not floating and differs between workers.
 
     Example:
       >>> import gcjax
@@ -226,6 +227,7 @@ class CompressedGrad:
         """Raise where parameters are seen to be sharded otherwise than said. Tracers show only explicit axes."""
 
         def check(path, x, spec):
+            check_is_array(path, x)
             sharding = x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
             sharding = jax.typeof(x).sharding if sharding is None else sharding
             if not isinstance(sharding, NamedSharding):
