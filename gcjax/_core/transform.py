@@ -196,7 +196,8 @@ def _check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
     if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
-            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree"
+            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree. "
+            "(Inside optax.flatten: put the compressor before it.)"
         )
     for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(tree), layout.shapes, strict=True):
         if jnp.shape(leaf) != shape:
