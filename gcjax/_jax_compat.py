@@ -148,7 +148,8 @@ def with_automatic_samples(
     like_params = jax.tree.map(lambda x: sharding(mesh, jax.typeof(x).sharding.spec), params)
     out_sharding = (sharding(mesh, jax.sharding.PartitionSpec()), (like_params, like_params))
     names = tuple(name for name in mesh.axis_names if (mesh, name) in axes)
-    return jax.sharding.auto_axes(fn, axes=names, out_sharding=out_sharding)(params, batch)
+    # In jit, because JAX 0.10.2 cannot run it op by op.
+    return jax.jit(jax.sharding.auto_axes(fn, axes=names, out_sharding=out_sharding))(params, batch)
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:

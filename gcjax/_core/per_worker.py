@@ -15,10 +15,13 @@ _placeholder: list[type] = []
 optax.tree_utils.tree_map_params(lambda params: _placeholder.append(type(params)), lambda: None, None)
 
 
+WHOLE_NODE: Any = "PerWorker"  # a leaf in place of a node
+
+
 def stands_for_params(params: PyTree) -> bool:
     """Whether `init` is called by `optax.tree_utils.tree_map_params`: its result is then a prefix of the state.
 
-    State per worker holds no copies of the parameters. A leaf in place of a `PerWorker` leaves it whole:
+    State per worker holds no copies of the parameters. `WHOLE_NODE` in place of a `PerWorker` leaves it whole:
     `transform_non_params` gets the node.
     """
     return isinstance(params, tuple(_placeholder))

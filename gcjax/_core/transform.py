@@ -13,7 +13,7 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
-from gcjax._core.per_worker import PerWorker, stands_for_params
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._jax_compat import partitioned_axes, tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
@@ -85,7 +85,7 @@ def compress(
 
     def init(params: PyTree) -> CompressState:
         if stands_for_params(params):
-            return CompressState(*CompressState._fields)
+            return CompressState(WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.owned import shared_among
-from gcjax._core.per_worker import PerWorker, stands_for_params
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.transform import CompressState
 from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
 from gcjax._types import Array, AxisNames, PyTree
@@ -67,7 +67,7 @@ def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.
 
     def init(params: PyTree) -> PyTree:
         if stands_for_params(params):
-            return "PerWorker"
+            return WHOLE_NODE
         return PerWorker.pack(tx.init(params), axes + tuple(sorted(varying_axes(params) - set(axes))))
 
     def update(

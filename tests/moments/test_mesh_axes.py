@@ -34,3 +34,15 @@ def test_a_sharded_batch_has_the_moments_of_the_whole_batch(kinds, spec, method)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
             for moment in found[1]:
                 assert moment.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_checks_take_a_sharded_batch_outside_of_jit(kind):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    w = jax.device_put(np.ones((8, 4), np.float32) / 4, NamedSharding(mesh, P()))
+    x = jax.device_put(np.ones((16, 8), np.float32), NamedSharding(mesh, P("data")))
+    gcjax.check_moments(loss_fn, has_aux=True)(w, x)
+    whole = gcjax.explain_moments(loss_fn, has_aux=True)(np.asarray(w), np.asarray(x))
+    assert gcjax.explain_moments(loss_fn, has_aux=True)(w, x) == whole
+    (loss, _), _ = gcjax.value_and_moments(loss_fn, has_aux=True)(w, x)
+    np.testing.assert_allclose(loss, loss_fn(np.asarray(w), np.asarray(x))[0], rtol=1e-6)
