@@ -50,6 +50,13 @@ def compressed_value_and_grad(
     before: parameters and activations may be sharded over them, by sharding constraints or by explicit types, and the
     batch too (FSDP). Axes may be Auto or Explicit, inside `jax.set_mesh` or outside.
 
+    With JAX 0.10.2 XLA aborts ("Check failed: partition_group_list") on embedding look-ups where the mesh has two
+    further automatic axes of several devices and shards both the table and the batch over them. Then shard the batch
+    over `axis_name` only.
+
+    The mean of the workers' losses is the loss of the batch only if each worker's part weighs the same. A mean over
+    the tokens that a mask leaves, for example, divides by each worker's own count.
+
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`. It sees one worker's part of the batch
         and returns the mean over it; with `moments` it sees one sample at a time, as a batch of size 1. Everything
