@@ -166,6 +166,21 @@ def test_aux_comes_back_whole_or_averaged(kind, moments):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
 
 
+def test_bfloat16_parameters_and_aux_work():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, AUTO))
+
+    def loss(params, batch):
+        value = loss_fn(params, batch).astype(jnp.bfloat16)
+        return value, value
+
+    fn = gcjax.compressed_value_and_grad(loss, variance("data"), mesh, has_aux=True, param_specs=SPECS)
+    params = on(mesh, jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params_of()), SPECS)
+    (value, aux), grads, _ = jax.jit(fn)(params, fn.init(params), on(mesh, batch_of(16), P("data")))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    assert (value.dtype, aux.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(value, aux.astype(jnp.float32), rtol=0.01)
+
+
 def counting_loss(params, batch):
     return loss_fn(params, batch), {"right": jnp.sum(batch["x"] > 0)}
 
