@@ -39,6 +39,8 @@ def test_a_sharded_batch_in_plain_jit_raises(mesh):
         jax.jit(train_step)(W, TX.init(W), x)
     with SEEN, jax.set_mesh(mesh):
         jax.jit(train_step).lower(W, TX.init(W), X)
+    with SEEN, jax.set_mesh(mesh):
+        jax.jit(TX.update)(W, TX.init(W))
     with SEEN:
         TX.update(on(W), TX.init(W))
 
