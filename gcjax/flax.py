@@ -132,7 +132,7 @@ def place(optimizer: nnx.Optimizer, mesh: Mesh) -> nnx.Optimizer:
       ValueError: the mesh lacks an axis that the compressor names.
     """
     _check_optimizer(optimizer)
-    placed = sharding.place(optimizer, mesh)
+    placed = sharding.place_any(optimizer, mesh)
     # What owners keep is new on the mesh. NNX updates Variables only.
     wrapped = jax.tree.map(lambda x: x if _is_variable(x) else nnx.OptArray(x), placed.opt_state, is_leaf=_is_variable)
     placed.opt_state = nnx.data(wrapped)

@@ -158,9 +158,19 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
     Raises:
       ValueError: the mesh lacks an axis that a node names.
-      TypeError: the state was split into dicts, which do not say what is per worker.
+      TypeError: the state was split into dicts, which do not say what is per worker; or it is an `nnx.Optimizer`.
     """
     _reject_split(state)
+    if any(_is_of_nnx(node) for node in jax.tree.leaves(state, is_leaf=_is_of_nnx)):
+        raise TypeError(
+            "gcjax.place makes new arrays, which NNX would not update, because they are no nnx.Variables: for an "
+            "nnx.Optimizer and its state use gcjax.flax.place(optimizer, mesh)"
+        )
+    return place_any(state, mesh)
+
+
+def place_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """`place` without a look at what the state is."""
 
     def workers_of(node):
         return math.prod(mesh.shape[axis] for axis in node.axes)
@@ -188,6 +198,11 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     state = jax.tree.map(shared, state, is_leaf=_is_per_worker)
     shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+
+
+def _is_of_nnx(node: object) -> bool:
+    """Whether it is an optimiser of Flax's NNX, or a Variable that holds a leaf of an optimiser's state."""
+    return type(node).__module__ == "flax.nnx.training.optimizer"
 
 
 def _reject_split(state: PyTree) -> None:

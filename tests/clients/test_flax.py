@@ -124,7 +124,7 @@ def nnx_step(model, optimizer, batch):
     return jax.lax.pmean(loss, "data")
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
+@pytest.mark.parametrize("transport", [pytest.param("all_gather", marks=pytest.mark.full), "two_phase"])
 def test_nnx_shard_map_trains_module_and_optimizer(transport):
     mesh = mesh_of(WORKERS)
     model, optimizer = sharded_optimizer(mesh, transport)
@@ -202,6 +202,32 @@ def test_a_split_state_is_refused():
             TypeError, match=r"expected an nnx.Optimizer, got tuple; for states of optax use gcjax.place"
         ):
             function(optimizer.opt_state)
+
+
+def test_placing_an_nnx_optimizer_as_a_pytree_raises():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(variance(), optax.adam(1e-2)), wrt=nnx.Param)
+    for state in (optimizer, optimizer.opt_state):
+        with pytest.raises(TypeError, match=r"use gcjax\.flax\.place\(optimizer, mesh\)"):
+            gcjax.place(state, mesh_of(WORKERS))
+    step = gcjax.make_train_step(lambda params, batch: 0.0, optax.chain(variance(), optax.adam(1e-2)), mesh_of(WORKERS))
+    step.init(nnx.state(model, nnx.Param))  # parameters of NNX are fine
+
+
+def test_nnx_on_one_device():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(variance(axis_name=None), optax.adam(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, batch):
+        (loss, changed), moments = moments_of(model, batch)
+        nnx.update(model, changed)
+        optimizer.update(model, moments.grad, sum_grad_squared=moments.sum_grad_squared)
+        return loss
+
+    losses = [float(train_step(model, optimizer, batch)) for batch in batches(8)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert gcjax.info(optimizer.opt_state).sent > 0
 
 
 def test_optimizer_states_are_serialised():

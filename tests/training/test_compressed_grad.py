@@ -107,6 +107,20 @@ def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_workers_may_have_a_fast_axis(kind):
+    mesh = jax.make_mesh((2, 4), ("host", "chip"), (kind, kind))
+    axes = ("host", "chip")
+    tx = gcjax.ef_sign_compress(axis_name="host", inner_axis_name="chip")
+    fn = gcjax.compressed_value_and_grad(loss_fn, tx, mesh, axis_name=axes, moments=None)
+    step = gcjax.make_train_step(loss_fn, optax.chain(tx, optax.sgd(1.0)), mesh, axis_name=axes, moments=None)
+    params, batch = on(mesh, params_of(), P()), on(mesh, batch_of(16), P(axes))
+    _, grads, _ = jax.jit(fn)(params, fn.init(params), batch)
+    state, _ = step(step.init(params_of()), batch)
+    moved = jax.tree.map(lambda before, after: before - np.asarray(after), params_of(), state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, moved)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_batch_may_be_sharded_over_further_axes(kind):
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (kind, kind))
 
