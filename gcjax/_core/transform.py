@@ -13,8 +13,8 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
-from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
+from gcjax._jax_compat import in_32_bits, partitioned_axes, tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
@@ -97,7 +97,10 @@ def compress(
     Args:
       compressor: the method.
       axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
-        worker, whose update is what its own payload decodes to.
+        worker, whose update is what its own payload decodes to. Under plain `jax.jit` with a sharded batch JAX reduces
+        the gradient itself: use `gcjax.compressed_value_and_grad`. Without axes, `update` raises where it sees several
+        devices: under `jax.set_mesh`, or in the types of the gradient. It cannot see shardings that only `in_shardings`
+        or `out_shardings` of `jax.jit` name, which give host arrays none in the first step.
       inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
@@ -120,8 +123,9 @@ def compress(
       ValueError: one axis is named twice; an unknown `overlap`.
 
     Raises (from `update`):
-      ValueError: an axis that is not bound; gradients already reduced over it; a `sum_grad_squared`, `params` or state
-        of another structure; a negative `sum_grad_squared` where its value is known.
+      ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
+        `sum_grad_squared`, `params` or state of another structure; a negative `sum_grad_squared` where its value is
+        known.
       TypeError: leaves of integer or complex dtype.
     """
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
@@ -132,6 +136,8 @@ def compress(
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
     def init(params: PyTree) -> CompressState:
+        if stands_for_params(params):
+            return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)
@@ -149,6 +155,8 @@ def compress(
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
+        if not worker_axes:
+            _reject_partitioned(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = comm_for_axes(worker_axes, inner_axes)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
@@ -276,7 +284,8 @@ def _check_waiting(waiting: Waiting | None, next_step: bool) -> None:
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
     if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
-            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree"
+            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree. "
+            "(Inside optax.flatten: put the compressor before it.)"
         )
     for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(tree), layout.shapes, strict=True):
         if jnp.shape(leaf) != shape:
@@ -306,6 +315,17 @@ def _reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
                 "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
                 "per worker: use make_train_step(accumulate=...) instead.)"
             )
+
+
+def _reject_partitioned(updates: PyTree) -> None:
+    """Raise when a single worker's gradient is seen to come from several devices among which JAX partitions."""
+    if axes := partitioned_axes(updates):
+        raise ValueError(
+            f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: JAX has reduced it over "
+            "these devices already, so compressing it would save nothing. Take gradients with "
+            "gcjax.compressed_value_and_grad, or the whole step from gcjax.make_train_step, and give the compressor "
+            "axis_name. (To compress as a single worker all the same, call update inside jax.shard_map over the mesh.)"
+        )
 
 
 def _inner_mean(updates: PyTree, sum_grad_squared: PyTree, inner_axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:

@@ -49,14 +49,24 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
+def check_is_array(path: tuple, leaf: object) -> None:
+    """Raise TypeError for a leaf that is no array, such as an activation function in a model that is a pytree."""
+    if not hasattr(leaf, "dtype") and (callable(leaf) or isinstance(leaf, str)):
+        raise TypeError(
+            f"leaf {path_name(path)} is {leaf!r}, not an array. Pass only the arrays of such a model: "
+            "equinox.partition(model, equinox.is_inexact_array), or make these fields static"
+        )
+
+
 def layout_of(tree: PyTree, max_bucket: int | None = None) -> Layout:
     """The layout of a pytree of arrays or `jax.ShapeDtypeStruct`s.
 
-    Raises TypeError, with the leaf's path, for a leaf that is not of a real floating-point dtype.
+    Raises TypeError, with the leaf's path, for a leaf that is no array or not of a real floating-point dtype.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     shapes, dtypes = [], []
     for path, leaf in leaves:
+        check_is_array(path, leaf)
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._jax_compat import zeros
+from gcjax._kernels.layout import path_name
 from gcjax._training.sharding import as_local
 from gcjax._types import Array, PyTree
 
@@ -18,23 +19,29 @@ class BatchGradient(NamedTuple):
       loss: float32, mean over the samples.
       gradient: a pytree like the parameters.
       squares: `sum_grad_squared`, a pytree like the parameters; None without moments.
-      model_state: as the loss returned it; None if it has none.
+      aux: what the loss returned beside its value, such as a model state; None if it returned nothing.
     """
 
     loss: Array
     gradient: PyTree
     squares: PyTree
-    model_state: PyTree
+    aux: PyTree
 
 
 GradientFn = Callable[[PyTree, PyTree, PyTree, Array | None], BatchGradient]  # of params, batch, model_state, key
 
 
-def batch_gradient(loss_fn: Callable[..., Any], moments: Callable[..., Any] | None) -> GradientFn:
-    """The function from parameters and batch to a `BatchGradient`. `loss_fn`, `moments`: see `make_train_step`."""
+def batch_gradient(
+    loss_fn: Callable[..., Any], moments: Callable[..., Any] | None, *, has_aux: bool = False
+) -> GradientFn:
+    """The function from parameters and batch to a `BatchGradient`. `loss_fn`, `moments`: see `make_train_step`.
+
+    `has_aux`: whether the loss returns something beside its value even if it gets no model state.
+    """
 
     def gradient(params: PyTree, batch: PyTree, model_state: PyTree, key: Array | None) -> BatchGradient:
         has_state = model_state is not None
+        returns_aux = has_state or has_aux
 
         def loss(params, inputs):
             batch, key, model_state = inputs
@@ -45,15 +52,26 @@ def batch_gradient(loss_fn: Callable[..., Any], moments: Callable[..., Any] | No
 
         squares = None
         if moments is None:
-            out, grad = jax.value_and_grad(loss, has_aux=has_state)(params, (batch, key, model_state))
+            out, grad = jax.value_and_grad(loss, has_aux=returns_aux)(params, (batch, key, model_state))
         else:
             keys = None if key is None else jax.random.split(key, jax.tree.leaves(batch)[0].shape[0])
-            value_and_moments = moments(loss, has_aux=has_state, in_axes=(0, 0, None))
+            value_and_moments = moments(loss, has_aux=returns_aux, in_axes=(0, 0, None))
             out, (grad, squares) = value_and_moments(params, (batch, keys, model_state))
-        value, model_state = out if has_state else (out, None)
-        return BatchGradient(value.astype(jnp.float32), grad, squares, model_state)
+        value, aux = out if returns_aux else (out, None)
+        return BatchGradient(value.astype(jnp.float32), grad, squares, aux)
 
     return gradient
+
+
+def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
+    """Raise ValueError unless every leaf of a global batch can be split into equal parts."""
+    parts = workers * accumulate
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not leaf.ndim or leaf.shape[0] == 0 or leaf.shape[0] % parts:
+            raise ValueError(
+                f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive multiple of "
+                f"{parts} = {workers} workers * accumulate={accumulate}"
+            )
 
 
 def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...]) -> GradientFn:

@@ -19,10 +19,9 @@ from gcjax._comm.collectives import (
 )
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain
-from gcjax._kernels.layout import path_name
 from gcjax._moments import value_and_moments
 from gcjax._training.consistency import check_agreement
-from gcjax._training.gradients import accumulated, batch_gradient
+from gcjax._training.gradients import accumulated, batch_gradient, check_batch
 from gcjax._training.sharding import as_local, init_sharded, place, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_random_key
@@ -175,7 +174,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """One step. Donates `state`."""
-        self._check_batch(batch)
+        check_batch(batch, self._workers, self._accumulate)
         if jax.process_count() > 1:
             self._check_agreement(state, batch)
         if self._one_at_a_time:
@@ -184,7 +183,7 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """`jax.jit(...).lower`, for the compiled program and its cost."""
-        self._check_batch(batch)
+        check_batch(batch, self._workers, self._accumulate)
         return self._jitted.lower(state, batch)
 
     def _global_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -226,15 +225,6 @@ class TrainStep:
             mean = scatter_mean(squares, self._param_specs, self._gathered)
             squares = jax.tree.map(lambda s: s / axis_size(self._gathered), mean)
         return grad, squares
-
-    def _check_batch(self, batch: PyTree) -> None:
-        parts = self._workers * self._accumulate
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not leaf.ndim or leaf.shape[0] == 0 or leaf.shape[0] % parts:
-                raise ValueError(
-                    f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
-                    f"multiple of {parts} = {self._workers} workers * accumulate={self._accumulate}"
-                )
 
     def _check_agreement(self, state: TrainState, batch: PyTree) -> None:
         """Check before any collective that all processes run the same program, and start from the same state."""
