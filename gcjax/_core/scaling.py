@@ -84,6 +84,7 @@ def scale_first(
 
 def _scaled_squares(squares: Array, before: Array, after: Array) -> Array:
     """The squares times the factor squared, from the gradient before and after the scaling."""
+    squares = jnp.asarray(squares)
     before, after = (jnp.asarray(x).astype(squares.dtype) for x in (before, after))
     largest_before, largest_after = (jnp.max(jnp.abs(x), initial=0) for x in (before, after))
     factor = jnp.where(jnp.abs(before) < TINY, _ratio(largest_after, largest_before), _ratio(after, before))
