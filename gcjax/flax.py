@@ -103,11 +103,11 @@ def apply_gradients(state: State, *, grads: PyTree, sum_grad_squared: PyTree, **
       The new state.
 
     Example:
-      >>> import gcjax, jax.numpy as jnp
-      >>> tx = optax.chain(gcjax.variance_compress(alpha=1.0), optax.sgd(1.0))
+      >>> import gcjax, jax, jax.numpy as jnp
+      >>> tx = optax.chain(gcjax.variance_compress(alpha=1.0, capacity=32), optax.sgd(1.0))
       >>> state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=tx)
       >>> squares = {"w": jnp.array([0.5, 2.0])}  # the second entry's gradient is noise
-      >>> state = apply_gradients(state, grads={"w": jnp.ones(2)}, sum_grad_squared=squares)
+      >>> state = jax.jit(apply_gradients)(state, grads={"w": jnp.ones(2)}, sum_grad_squared=squares)
       >>> print(state.step, state.params["w"])
       1 [-1.  0.]
     """
