@@ -2,7 +2,7 @@
 
 from gcjax import extend, gossip, methods
 from gcjax._core.delay import DelayState, delay
-from gcjax._core.info import Info, info
+from gcjax._core.info import Info, check_training, info
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.transform import CompressState, compress
@@ -35,6 +35,7 @@ __all__ = [
     "TrainState",
     "check_agreement",
     "check_moments",
+    "check_training",
     "compress",
     "compressed_value_and_grad",
     "delay",

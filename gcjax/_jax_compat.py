@@ -92,6 +92,14 @@ def partitioned_axes(tree: PyTree) -> dict[str, int]:
     }
 
 
+def unchecked_axes() -> dict[str, int]:
+    """The axes of several devices that `pmap` or `shard_map` with check_vma=False binds here, with their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    manual = {name: size for (name, size), kind in kinds if size > 1 and kind == jax.sharding.AxisType.Manual}
+    return {} if tracks_variation(tuple(manual)) else manual
+
+
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Type every leaf as varying over the mesh axes `axes`. The values stay as they are."""
     axes = frozenset(axes)

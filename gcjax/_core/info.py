@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gcjax._core.compressor import SendReport
 from gcjax._core.per_worker import PerWorker
-from gcjax._core.transform import CompressState, UpdateReport
+from gcjax._core.transform import CompressState, UpdateReport, fresh_report
 from gcjax._kernels.bits import TINY
 from gcjax._types import Array, PyTree
+
+CERTAIN = 3  # so many equal gradients are no accident
+SCALED = 0.05  # a ratio of the gradient to its squares that noise and small gradients do not reach
 
 
 class Info(NamedTuple):
@@ -41,6 +43,12 @@ class Info(NamedTuple):
       residual_norm: float64[workers], 2-norm of what each worker has taken in and not yet sent.
       skipped: updates so far that were skipped because some worker's input was not finite: NaN, infinite or of
         magnitude 2**80 (1.2e24) or more.
+      misplaced: updates so far in which some worker had the state of another, as after a state of several workers was
+        saved or returned as if it were that of one.
+      identical: updates so far in which all workers had the same gradient: it was reduced before, or all have the same
+        batch.
+      squares_ratio: float64[workers], running mean over the updates of sum(g**2) / sum(`sum_grad_squared`), from a
+        sample. About 1 for noise, n for n samples that agree. Far below 1: the gradient was scaled without its squares.
       saturated: entries of the last update beyond the range of their leaf's dtype, such as float16. They became its
         largest number, and the rest is lost: compress float32 or bfloat16 gradients, or use a smaller loss scale.
     """
@@ -57,6 +65,9 @@ class Info(NamedTuple):
     wire_ratio: float
     residual_norm: np.ndarray
     skipped: int
+    misplaced: int
+    identical: int
+    squares_ratio: np.ndarray
     saturated: int
 
 
@@ -74,7 +85,7 @@ def info(opt_state: PyTree) -> Info:
       The `Info` of the last update.
 
     Raises:
-      ValueError: there is no gcjax state in it.
+      ValueError: there is no gcjax state in it, or state of several workers that claims to be that of one.
       TypeError: called inside `jax.jit`.
     """
     states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
@@ -84,6 +95,8 @@ def info(opt_state: PyTree) -> Info:
         raise TypeError(
             "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
         )
+    for state in states:
+        _reject_replicated(state.report)
     reports = [_report(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
@@ -104,8 +117,61 @@ def info(opt_state: PyTree) -> Info:
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
         residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),
         skipped=max(int(r.skipped[0]) for r in reports),
+        misplaced=max(int(r.symptoms.misplaced[0]) for r in reports),
+        identical=max(int(r.symptoms.identical[0]) for r in reports),
+        squares_ratio=np.min([r.symptoms.squares_ratio for r in reports], axis=0).astype(np.float64),
         saturated=sum(int(r.saturated[0]) for r in reports),
     )
+
+
+def check_training(opt_state: PyTree) -> None:
+    """Raise if the updates so far show a mistake that runs, and trains worse or saves nothing.
+
+    Call it after some dozens of steps, and again when something is changed; `gcjax.make_train_step` does. It fetches a
+    few numbers, as `gcjax.info` does.
+
+    Args:
+      opt_state: as for `gcjax.info`.
+
+    Raises:
+      ValueError: the workers' gradients are equal, so they were reduced before the compressor or all workers have the
+        same batch; some worker had the state of another; the gradient was scaled without its squares; or as
+        `gcjax.info`. The message names the cure.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.top_k_compress(0.5)
+    >>> gcjax.check_training(tx.update(jnp.ones(4), tx.init(jnp.ones(4)))[1])
+    """
+    found = info(opt_state)
+    if found.misplaced:
+        raise ValueError(
+            f"in {found.misplaced} updates some worker had the state of another, so residuals were lost or taken "
+            "twice. State is per worker: return it from jax.shard_map with out_specs=gcjax.state_specs(state), from "
+            "jax.pmap with out_axes=0, and save and restore all of it"
+        )
+    if found.identical >= CERTAIN:
+        raise ValueError(
+            f"in {found.identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
+            "was averaged before the compressor (leave out lax.pmean and lax.psum of gradients, also of the loss), or "
+            "all workers have the same batch and random keys"
+        )
+    if (found.squares_ratio < SCALED).any():
+        raise ValueError(
+            f"the squares of the gradients are {1 / np.min(found.squares_ratio):,.0f} times too large: something "
+            "before the compressor has scaled or clipped the gradient, but not sum_grad_squared, so that next to "
+            "nothing is sent. Use gcjax.scale_first(scaling, compressor), or put the scaling after the compressor"
+        )
+
+
+def _reject_replicated(node: PerWorker) -> None:
+    """Raise for state per worker on several devices whose sharding says that it is equal on all of them."""
+    shardings = [x.sharding for x in jax.tree.leaves(node) if isinstance(x, jax.Array)]
+    if node.axes and any(s.is_fully_replicated and len(s.device_set) > 1 for s in shardings):
+        raise ValueError(
+            f"the state is per worker along {node.axes}, but its arrays claim to be equal on all devices: what is read "
+            "or saved of them is that of one worker. Return it from jax.shard_map with "
+            "out_specs=gcjax.state_specs(state), from jax.pmap with out_axes=0"
+        )
 
 
 def _is_compress_state(node: object) -> bool:
@@ -131,9 +197,7 @@ def _report(state: CompressState) -> UpdateReport:
     """The report with numpy leaves of shape (workers,)."""
     parts = [jax.tree.leaves(jax.tree.map(np.asarray, node).stacked()) for node in _local_nodes(state.report)]
     leaves: list[Any] = [np.concatenate(workers) for workers in zip(*parts, strict=True)]
-    of_sent = len(SendReport._fields)
-    # Built anew, because NNX of Flax wraps every leaf.
-    return UpdateReport(SendReport(*leaves[:of_sent]), *leaves[of_sent:])
+    return jax.tree.unflatten(jax.tree.structure(fresh_report(0)), leaves)  # anew, because NNX wraps every leaf
 
 
 def _residual_norms(state: CompressState) -> np.ndarray:

@@ -14,7 +14,15 @@ from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
-from gcjax._jax_compat import in_32_bits, partitioned_axes, tracks_variation, vary, varying_axes
+from gcjax._core.symptoms import Symptoms
+from gcjax._jax_compat import (
+    in_32_bits,
+    partitioned_axes,
+    tracks_variation,
+    unchecked_axes,
+    vary,
+    varying_axes,
+)
 from gcjax._kernels.bits import LANES, float_bits
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
@@ -37,6 +45,7 @@ class UpdateReport(NamedTuple):
       inner_workers: int32, inner workers of each.
       skipped: int32, updates so far that were skipped because some worker's input was not finite.
       saturated: int32, entries of the last update that lie beyond the range of their leaf's dtype, such as float16.
+      symptoms: `Symptoms`, signs of mistakes.
     """
 
     sent: SendReport
@@ -45,6 +54,21 @@ class UpdateReport(NamedTuple):
     inner_workers: Array
     skipped: Array
     saturated: Array
+    symptoms: Symptoms
+
+
+def fresh_report(parameters: int) -> UpdateReport:
+    """The report before the first update."""
+    none, no_bytes = jnp.int32(0), jnp.float32(0)
+    return UpdateReport(
+        sent=SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes),
+        parameters=jnp.float32(parameters),
+        workers=jnp.int32(1),
+        inner_workers=jnp.int32(1),
+        skipped=none,
+        saturated=none,
+        symptoms=Symptoms.create(),
+    )
 
 
 class CompressState(NamedTuple):
@@ -140,9 +164,7 @@ def compress(
             return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
-        none, no_bytes = jnp.int32(0), jnp.float32(0)
-        sent = SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes)
-        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none, none)
+        report = fresh_report(layout.entries)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
@@ -155,8 +177,8 @@ def compress(
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
-        if not worker_axes:
-            _reject_partitioned(updates)
+        if not worker_axes and not inner_axes:
+            _reject_several_devices(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = comm_for_axes(worker_axes, inner_axes)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
@@ -179,7 +201,9 @@ def compress(
         any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
-        agreed = comm.max(pmax_if_axes(any_bad, shard_axes))
+        claims = old_report.symptoms.claims(taken.gradients, comm)
+        largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
+        agreed = largest[0]
         all_finite = agreed == 0
 
         results = [
@@ -190,6 +214,7 @@ def compress(
         if next_step:
             means = jax.tree.map(lambda x: jnp.where(agreed == NOTHING_WAITS, 0, x), means)
 
+        squares = taken.squares if compressor.uses_squares else [None] * len(taken.squares)
         sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *reports)
         report = UpdateReport(
             sent=sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved()),
@@ -198,6 +223,7 @@ def compress(
             inner_workers=jnp.int32(comm.inner_workers),
             skipped=old_report.skipped + (agreed == 1),
             saturated=count_beyond_range(layout, means),
+            symptoms=old_report.symptoms.after(largest[1:], taken.gradients, squares, comm),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new_parts = vary((bucket_states, report, waiting), varying)
@@ -317,8 +343,14 @@ def _reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
             )
 
 
-def _reject_partitioned(updates: PyTree) -> None:
-    """Raise when a single worker's gradient is seen to come from several devices among which JAX partitions."""
+def _reject_several_devices(updates: PyTree) -> None:
+    """Raise when a single worker is seen to be one of several: JAX partitions, or has workers that it does not know."""
+    if axes := unchecked_axes():
+        raise ValueError(
+            f"no axis_name was given, but update runs on the devices of {axes}, in jax.pmap or in jax.shard_map with "
+            "check_vma=False: each would apply its own update, and the parameters would drift apart. Give the "
+            "compressor the axis_name. (To compress as a single worker all the same, use check_vma=True.)"
+        )
     if axes := partitioned_axes(updates):
         raise ValueError(
             f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: JAX has reduced it over "

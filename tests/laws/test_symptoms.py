@@ -1,0 +1,172 @@
+"""Mistakes that run and train worse: counted by every update, shown by info, raised by check_training."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from harness import Runner, mesh_of
+from jax.sharding import PartitionSpec as P
+
+import gcjax
+
+WORKERS = 4
+PARAMS = {"a": np.zeros((30, 20), np.float32), "b": np.zeros(7, np.float32), "c": np.zeros((), np.float32)}
+METHODS = {
+    "top_k": lambda axis: gcjax.top_k_compress(0.1, transport="all_gather", axis_name=axis),
+    "variance": lambda axis: gcjax.variance_compress(axis_name=axis),
+    "qsgd": lambda axis: gcjax.qsgd_compress(4, key=jax.random.key(0), axis_name=axis),
+}
+
+
+def gradients(seed=0, equal=False):
+    rng = np.random.default_rng(seed)
+    drawn = {name: rng.normal(size=(WORKERS, *x.shape)).astype(np.float32) for name, x in PARAMS.items()}
+    return {name: np.repeat(x[:1], WORKERS, 0) for name, x in drawn.items()} if equal else drawn
+
+
+def runner_of(method, mode, steps, **options):
+    runner = Runner(METHODS[method]("data"), PARAMS, WORKERS, mode)
+    for seed in range(steps):
+        runner.step(gradients(seed, **options))
+    return runner
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", ["pmap", "unchecked shard_map"])
+def test_equal_gradients_are_counted(method, mode):
+    runner = runner_of(method, mode, 3, equal=True)
+    assert gcjax.info(runner.state).identical == 3
+    with pytest.raises(ValueError, match=r"in 3 updates all workers had the same gradient.*leave out lax\.pmean"):
+        gcjax.check_training(runner.state)
+
+
+@pytest.mark.parametrize("mode", ["pmap", "shard_map"])
+def test_local_gradients_are_not(mode):
+    runner = runner_of("top_k", mode, 4)
+    assert gcjax.info(runner.state).identical == 0
+    gcjax.check_training(runner.state)
+
+
+def test_gradients_equal_but_for_one_worker_are_not():
+    runner = Runner(METHODS["top_k"]("data"), PARAMS, WORKERS)
+    g = gradients(equal=True)
+    g["a"][2] = gradients(1)["a"][2]
+    runner.step(g)
+    assert gcjax.info(runner.state).identical == 0
+
+
+def test_zeros_do_not_count_as_equal():
+    runner = Runner(METHODS["variance"]("data"), PARAMS, WORKERS)
+    runner.step(jax.tree.map(np.zeros_like, gradients()))
+    assert gcjax.info(runner.state).identical == 0
+
+
+def step_without_axis(grads):
+    tx = METHODS["top_k"](None)
+    return tx.update(grads, tx.init(PARAMS))[0]
+
+
+def test_pmap_without_the_axis_is_refused():
+    with pytest.raises(ValueError, match=r"no axis_name was given, but update runs on the devices of \{'data': 4\}"):
+        jax.pmap(step_without_axis, axis_name="data", devices=jax.devices()[:WORKERS])(gradients())
+    with pytest.raises(ValueError, match="no axis_name was given"):
+        jax.pmap(step_without_axis, devices=jax.devices()[:WORKERS])(gradients())
+
+
+def test_unchecked_shard_map_without_the_axis_is_refused():
+    def over(check_vma):
+        specs = {"in_specs": P("data"), "out_specs": P("data")}
+        run = jax.shard_map(
+            lambda g: jax.tree.map(lambda x: x[None], step_without_axis(jax.tree.map(lambda x: x[0], g))),
+            mesh=mesh_of(WORKERS),
+            check_vma=check_vma,
+            **specs,
+        )
+        return jax.jit(run)(gradients())
+
+    with pytest.raises(ValueError, match="the parameters would drift apart"):
+        over(check_vma=False)
+    over(check_vma=True)  # each worker by itself, on purpose
+
+
+def test_one_device_needs_no_axis():
+    one = jax.tree.map(lambda x: x[:1], gradients())
+    jax.pmap(step_without_axis, devices=jax.devices()[:1])(one)
+
+
+def test_state_of_one_worker_given_to_all_is_counted():
+    """What jax.pmap(out_axes=None) returns works on, but a checkpoint of it keeps one worker's state."""
+    tx = METHODS["top_k"]("data")
+    step = jax.pmap(
+        lambda state, g: tx.update(g, state),
+        axis_name="data",
+        in_axes=(None, 0),
+        out_axes=(0, None),
+        devices=jax.devices()[:WORKERS],
+    )
+    _, state = step(tx.init(PARAMS), gradients())
+    with pytest.raises(ValueError, match="its arrays claim to be equal on all devices"):
+        gcjax.check_training(state)
+    state = jax.device_get(state)
+    for seed in range(2):
+        state = jax.device_get(step(state, gradients(seed))[1])
+    assert gcjax.info(state).misplaced == 2
+    with pytest.raises(ValueError, match=r"in 2 updates some worker had the state of another.*out_axes=0"):
+        gcjax.check_training(state)
+
+
+def test_state_that_claims_to_be_replicated_is_refused():
+    tx, mesh = METHODS["top_k"]("data"), mesh_of(WORKERS)
+
+    def step(state, g):
+        return tx.update(jax.tree.map(lambda x: x[0], g), state)[1]
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    state = jax.jit(run)(tx.init(PARAMS), gradients())
+    with pytest.raises(ValueError, match=r"per worker along \('data',\), but its arrays claim to be equal"):
+        gcjax.info(state)
+
+
+def run_scaled(before, steps=150):
+    tx = before(gcjax.variance_compress(axis_name="data"))
+    runner = Runner(tx, PARAMS, WORKERS)
+    for seed in range(steps):
+        g = gradients(seed % 3)
+        runner.step(g, jax.tree.map(np.square, g))
+    return runner.state
+
+
+def test_a_gradient_scaled_without_its_squares_is_named():
+    scaled = run_scaled(lambda tx: optax.chain(optax.scale(0.1), tx))
+    assert (gcjax.info(scaled).squares_ratio < 0.02).all()
+    with pytest.raises(ValueError, match=r"times too large: something before the compressor.*gcjax\.scale_first"):
+        gcjax.check_training(scaled)
+
+
+def test_squares_that_fit_are_not():
+    for before in (lambda tx: tx, lambda tx: gcjax.scale_first(optax.scale(0.1), tx)):
+        state = run_scaled(before, 20)
+        np.testing.assert_allclose(gcjax.info(state).squares_ratio, 1, rtol=1e-5)
+        gcjax.check_training(state)
+
+
+def test_a_method_without_squares_has_no_ratio():
+    runner = Runner(METHODS["top_k"]("data"), PARAMS, WORKERS)
+    runner.step(gradients(), jax.tree.map(lambda x: 100 + 0 * x, gradients()))
+    np.testing.assert_array_equal(gcjax.info(runner.state).squares_ratio, 1)
+
+
+def test_a_step_that_is_not_finite_spoils_no_symptom():
+    runner = runner_of("variance", "shard_map", 1)
+    bad = gradients(1)
+    bad["a"][:] = np.nan
+    runner.step(bad, bad)
+    found = gcjax.info(runner.state)
+    assert (found.identical, found.misplaced, found.skipped) == (0, 0, 1)
+    assert np.isfinite(found.squares_ratio).all()
+
+
+def test_symptoms_cost_one_collective_of_four_words():
+    runner = Runner(gcjax.dense_compress(axis_name="data"), PARAMS, WORKERS)
+    text = runner.compiled_text(gradients())
+    assert "s32[4]" in text
