@@ -136,7 +136,7 @@ def compress(
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
         layout = layout_of(updates)
-        sum_grad_squared = _mask_like(updates, sum_grad_squared)
+        sum_grad_squared = None if sum_grad_squared is None else _mask_like(updates, sum_grad_squared)
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
@@ -220,11 +220,11 @@ def _is_masked(node: PyTree) -> bool:
 
 
 def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
-    """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
-    masked: object = jax.tree.structure(updates, is_leaf=_is_masked)
-    if tree is None or masked != jax.tree.structure(tree):
+    """`optax.masked` and `optax.partition` hide parts of the updates but not of extra arguments. Hide the same."""
+    try:
+        return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
+    except ValueError:  # of another structure: `_check_inputs` says so
         return tree
-    return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
 
 
 def _check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_squared: PyTree) -> None:
