@@ -54,6 +54,13 @@ def where_good(bad: Array, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(bad, x, y), old, new)
 
 
+def is_spoilt(old: PyTree, new: PyTree) -> Array:
+    """Whether any entry was finite and no longer is: bool[]."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    found = [jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y)) for x, y in pairs if jnp.issubdtype(y.dtype, jnp.inexact)]
+    return jnp.any(jnp.stack(found)) if found else jnp.bool_(False)
+
+
 def compress_states(state: PyTree) -> list[CompressState]:
     """The compressors' states within an optimiser's, in the order of its leaves."""
     return [node for node in jax.tree.leaves(state, is_leaf=_is_compress_state) if _is_compress_state(node)]

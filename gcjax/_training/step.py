@@ -23,7 +23,7 @@ from gcjax._comm.collectives import (
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain
 from gcjax._moments import value_and_moments
-from gcjax._training.bad_steps import SkipLimit, skip_bad, where_good
+from gcjax._training.bad_steps import SkipLimit, is_spoilt, skip_bad, where_good
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -96,7 +96,9 @@ def make_train_step(
     A bad step, in which the gradient of some worker is not finite, is skipped whole: parameters, optimiser and
     `model_state` stay as they were, bit for bit. Only `step` and `skipped` go on, and the compressor's state, which
     counts the step and holds nothing of its gradient. Where parameters pass by all compressors, their updates must be
-    finite too. A loss that is not finite beside a finite gradient does not make a step bad.
+    finite too. A loss that is not finite beside a finite gradient does not make a step bad. With `overlap="next_step"`
+    the bad step is the one after, whose update is made of the gradient that is not finite. A worker's `model_state`
+    also stays as it was wherever it would stop being finite.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
@@ -297,7 +299,10 @@ class TrainStep:
         new_params, skipped = optax.apply_updates(params, updates), state.skipped
         if self._limit is not None:
             bad, opt_state = skip_bad(updates, state.opt_state, opt_state)
-            new_params, model_state = where_good(bad, (params, inputs.model_state), (new_params, model_state))
+            new_params = where_good(bad, params, new_params)
+            # With overlap="next_step" the compressor reports a bad gradient in the step after.
+            spoilt = is_spoilt(inputs.model_state, model_state)
+            model_state = where_good(bad | spoilt, inputs.model_state, model_state)
             skipped = jnp.where(bad, skipped + 1, 0)
         new = TrainState(
             step=state.step + 1,

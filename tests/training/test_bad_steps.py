@@ -194,6 +194,37 @@ def test_batch_statistics_survive_a_bad_step(accumulate):
     assert all_finite(state)
 
 
+def running_loss(params, batch, *, model_state):
+    return loss_fn(params, batch), {"mean": batch["x"].mean(axis=0), "steps": model_state["steps"] + 1}
+
+
+RUNNING = {"mean": jnp.zeros(5), "steps": jnp.int32(0)}
+
+
+def test_all_of_the_model_state_stays_in_a_bad_step():
+    step = gcjax.make_train_step(running_loss, CHAINS["adam"](), mesh_of(WORKERS), moments=None)
+    state, _ = step(step.init(PARAMS, model_state=RUNNING), batch_of(0))
+    before = on_host(state.model_state)
+    state, _ = step(state, batch_of(1, "z"))  # which x does not show
+    assert_equal(state.model_state, before)
+    np.testing.assert_array_equal(state.model_state.stacked()["steps"], [1] * WORKERS)
+
+
+def test_a_late_exchange_makes_the_step_after_a_bad_gradient_bad():
+    tx = optax.chain(gcjax.dense_compress(axis_name="data", overlap="next_step"), optax.adam(1e-2))
+    step = gcjax.make_train_step(running_loss, tx, mesh_of(WORKERS), moments=None)
+    state, skipped = step.init(PARAMS, model_state=RUNNING), []
+    for i in range(5):
+        before = on_host((state.params, state.model_state, without_compressors(state.opt_state)))
+        state, metrics = step(state, batch_of(i, "x" if i == 2 else ""))
+        skipped.append(int(metrics.skipped))
+        if skipped[-1]:
+            assert_equal((state.params, state.model_state, without_compressors(state.opt_state)), before)
+    assert skipped == [0, 0, 0, 1, 0]
+    assert all_finite(state)
+    np.testing.assert_array_equal(state.model_state.stacked()["steps"], [4, 4, 3, 4])  # worker 2 saw the nan
+
+
 def test_too_many_bad_steps_in_a_row_raise_before_the_state_is_donated():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
     state, _ = step(step.init(PARAMS), batch_of(0))
