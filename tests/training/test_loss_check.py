@@ -1,6 +1,7 @@
 """The check of the loss at the first step: what it finds, and what it must not find."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
@@ -44,35 +45,35 @@ def losses_of(logits, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
 
-def norm_loss(params, batch, *, model_state, key=None, net=None):
+def norm_loss(params, batch, *, model_state, net=None, reduce=jnp.mean):
     net = net or Net(norm=True)
     out, new = net.apply({"params": params, "batch_stats": model_state}, batch["x"], mutable="batch_stats")
-    return losses_of(out, batch).mean(), new["batch_stats"]
+    return reduce(losses_of(out, batch)), new["batch_stats"]
 
 
-def synced_norm_loss(params, batch, **state):
+def synced_norm_loss(params, batch, *, model_state, **options):
     with sync_batchnorm("sample"):
-        return norm_loss(params, batch, **state)
+        return norm_loss(params, batch, model_state=model_state, **options)
 
 
-def dropout_loss(params, batch, *, key):
-    return losses_of(Net(dropout=0.5).apply({"params": params}, batch["x"], rngs={"dropout": key}), batch).mean()
+def dropout_loss(params, batch, *, key, reduce=jnp.mean):
+    return reduce(losses_of(Net(dropout=0.5).apply({"params": params}, batch["x"], rngs={"dropout": key}), batch))
 
 
-def key_per_sample_loss(params, batch, *, key):
+def key_per_sample_loss(params, batch, *, key, reduce=jnp.mean):
     keys = jax.random.split(key, len(batch["y"]))
     noise = jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys)
     folded = jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(len(noise)))
     noisy = batch["x"] + noise + folded[:, None]
-    return losses_of(Net().apply({"params": params}, noisy), batch).mean()
+    return reduce(losses_of(Net().apply({"params": params}, noisy), batch))
 
 
-def plain(reduce):
-    return lambda params, batch: reduce(losses_of(Net().apply({"params": params}, batch["x"]), batch), batch)
+def plain_loss(params, batch, *, reduce=jnp.mean):
+    return reduce(losses_of(Net().apply({"params": params}, batch["x"]), batch))
 
 
-def mean_loss(params, batch):
-    return plain(lambda losses, batch: losses.mean())(params, batch)
+def weighted_loss(params, batch):
+    return plain_loss(params, batch, reduce=lambda losses: jnp.average(losses, weights=batch["weight"]))
 
 
 def contrastive_loss(params, batch):
@@ -81,46 +82,52 @@ def contrastive_loss(params, batch):
 
 
 def whole_batch_loss(params, batch):
-    return jnp.sum(losses_of(Net().apply({"params": params}, batch["x"]), batch).reshape(2, 2))
+    return plain_loss(params, batch, reduce=lambda losses: losses.reshape(2, 2).sum())
 
 
-WEIGHTED = plain(lambda losses, batch: (losses * batch["weight"]).sum() / batch["weight"].sum())
-SUMMED = plain(lambda losses, batch: losses.sum())
-DIVIDED = plain(lambda losses, batch: losses.sum() / 16)
+def zero_loss(params, batch):
+    return plain_loss(params, batch, reduce=lambda losses: 0.0 * losses.sum())
+
+
+SUMMED = functools.partial(plain_loss, reduce=jnp.sum)
+ZERO_HEAD = functools.partial(norm_loss, net=Net(norm=True, zero_head=True))
 FOUND = {  # the loss, moments, what the message says
-    "sum": (SUMMED, MOMENTS, "sums over its samples"),
-    "sum without moments": (SUMMED, None, "sums over its samples"),
-    "divided by a constant": (DIVIDED, MOMENTS, "divides by a constant"),
-    "mean for a sum": (mean_loss, SUM, "not a mean over independent samples"),
-    "weighted": (WEIGHTED, MOMENTS, "Weighted or masked mean: divide"),
+    "divided by a constant": (functools.partial(plain_loss, reduce=lambda x: x.sum() / 16), MOMENTS, "by a constant"),
+    "mean for a sum": (plain_loss, SUM, "not a mean over independent samples"),
+    "weighted": (weighted_loss, MOMENTS, "Weighted or masked mean: divide"),
     "contrastive": (contrastive_loss, MOMENTS, "not a mean over independent samples"),
     "norm": (norm_loss, MOMENTS, "BatchNorm: set sample_axis"),
     "norm, not synced": (norm_loss, SYNCED, "BatchNorm: set sample_axis"),
-    "norm, zero head": (functools.partial(norm_loss, net=Net(norm=True, zero_head=True)), MOMENTS, "BatchNorm: set"),
+    "norm, zero head": (ZERO_HEAD, MOMENTS, "BatchNorm: set sample_axis"),
 }
-PASSED = {  # the loss, moments, whether it takes a key
-    "mean": (mean_loss, MOMENTS, False),
-    "mean without moments": (mean_loss, None, False),
-    "sum, said so": (SUMMED, SUM, False),
-    "norm without moments": (norm_loss, None, False),
-    "synced norm": (synced_norm_loss, SYNCED, False),
-    "dropout": (dropout_loss, MOMENTS, True),
-    "dropout without moments": (dropout_loss, None, True),
-    "key per sample": (key_per_sample_loss, MOMENTS, True),
-    "key per sample without moments": (key_per_sample_loss, None, True),
-    "contrastive without moments": (contrastive_loss, None, False),
-    "coupled groups": (contrastive_loss, functools.partial(MOMENTS, microbatches=2), False),
-    "whole batches only": (whole_batch_loss, None, False),
+MEANS = {  # the loss, moments
+    "mean": (plain_loss, MOMENTS),
+    "mean without moments": (plain_loss, None),
+    "norm without moments": (norm_loss, None),
+    "synced norm": (synced_norm_loss, SYNCED),
+    "dropout": (dropout_loss, MOMENTS),
+    "dropout without moments": (dropout_loss, None),
+    "key per sample": (key_per_sample_loss, MOMENTS),
+    "key per sample without moments": (key_per_sample_loss, None),
+}
+OTHERS = {
+    "sum, said so": (SUMMED, SUM),
+    "contrastive without moments": (contrastive_loss, None),
+    "coupled groups": (contrastive_loss, functools.partial(MOMENTS, microbatches=2)),
+    "whole batches only": (whole_batch_loss, None),
+    "zero": (zero_loss, None),
+    "zero sum": (zero_loss, SUM),
 }
 
 
-def first_step(loss, moments, *, takes_key=False, workers=4, batch=BATCH, **options):
-    norm = loss in (norm_loss, synced_norm_loss) or isinstance(loss, functools.partial)
-    net = loss.keywords["net"] if isinstance(loss, functools.partial) else Net(norm=norm)
+def first_step(loss, moments, *, workers=4, batch=BATCH, **options):
+    arguments = inspect.signature(loss).parameters
+    keywords = getattr(loss, "keywords", {})
+    net = keywords.get("net", Net(norm="model_state" in arguments))
     variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((2, 6)))
     tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1))
     step = gcjax.make_train_step(loss, tx, mesh_of(workers), moments=moments, **options)
-    key = jax.random.key(2) if takes_key else None
+    key = jax.random.key(2) if "key" in arguments else None
     state = step.init(variables["params"], model_state=variables.get("batch_stats"), key=key)
     try:
         return step(state, batch)
@@ -136,10 +143,19 @@ def test_a_loss_that_is_no_mean_raises_with_the_cure(case):
         first_step(loss, moments)
 
 
-@pytest.mark.parametrize("case", PASSED)
-def test_a_loss_that_is_a_mean_passes(case):
-    loss, moments, takes_key = PASSED[case]
-    _, metrics = first_step(loss, moments, takes_key=takes_key)
+@pytest.mark.parametrize("case", MEANS)
+def test_a_mean_passes_and_its_sum_raises(case):
+    loss, moments = MEANS[case]
+    _, metrics = first_step(loss, moments)
+    assert np.isfinite(metrics.loss).all()
+    with pytest.raises(ValueError, match=r"the loss of two samples is .* sums over its samples.*check_loss=False"):
+        first_step(functools.partial(loss, reduce=jnp.sum), moments)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_loss_of_which_nothing_wrong_is_known_passes(case):
+    loss, moments = OTHERS[case]
+    _, metrics = first_step(loss, moments)
     assert np.isfinite(metrics.loss).all()
 
 
@@ -153,13 +169,13 @@ def test_the_check_can_be_turned_off():
 def test_a_bad_first_batch_is_no_alarm():
     x = BATCH["x"].copy()
     x[::4] = np.nan
-    _, metrics = first_step(mean_loss, MOMENTS, batch=BATCH | {"x": x})
+    _, metrics = first_step(plain_loss, MOMENTS, batch=BATCH | {"x": x})
     assert int(metrics.skipped) == 1
 
 
 def test_one_sample_per_worker_is_not_compared():
     small = jax.tree.map(lambda x: x[:4], BATCH)
-    _, metrics = first_step(WEIGHTED, MOMENTS, batch=small)
+    _, metrics = first_step(weighted_loss, MOMENTS, batch=small)
     assert np.isfinite(metrics.loss).all()
 
 
@@ -168,7 +184,7 @@ def test_only_the_first_step_is_checked():
 
     def counted(params, batch):
         traces.append(None)
-        return mean_loss(params, batch)
+        return plain_loss(params, batch)
 
     params = Net().init(jax.random.key(0), jnp.zeros((2, 6)))["params"]
     tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1))

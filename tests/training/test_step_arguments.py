@@ -130,14 +130,16 @@ def test_a_parameter_without_gradient_raises():
         step.init(PARAMS | {"n": jnp.int32(3)})
 
 
-def test_a_step_is_lowered_from_shapes_as_from_arrays():
-    step = make_step()
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
+    mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh_of(8)
+    step = gcjax.make_train_step(loss_fn, adam(), mesh)
     state = step.init(PARAMS)
     shapes = jax.eval_shape(step.init, PARAMS)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
     compiled = step.lower(shapes, batch).compile()
     expected, _ = step.lower(state, BATCH).compile()(jax.tree.map(jnp.copy, state), BATCH)
-    found, _ = compiled(state, jax.device_put(BATCH, jax.NamedSharding(mesh_of(WORKERS), jax.P("data"))))
+    found, _ = compiled(state, jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data"))))
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
