@@ -1,52 +1,97 @@
 """Bad steps: those whose update is not finite. They are skipped whole and counted."""
 
 import collections
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gcjax._comm.collectives import pmax_if_axes
 from gcjax._core.transform import CompressState
-from gcjax._jax_compat import equal_everywhere, varying_axes
+from gcjax._jax_compat import bind, equal_everywhere, varying_axes
+from gcjax._moments.jaxprs import Var, read_atom
 from gcjax._types import Array, PyTree
 
+Update = Callable[[PyTree], tuple[PyTree, PyTree]]  # from an optimiser's state to updates and new state
 STEPS_AHEAD = 8  # that the host may be: a call looks at the result of the step before so many others
 
 
-def skip_bad(updates: PyTree, old: PyTree, new: PyTree) -> tuple[Array, PyTree]:
-    """Whether an update must not be applied, and the optimiser's state after it.
+def skipping_bad(update: Update, opt_state: PyTree) -> tuple[PyTree, PyTree, Array]:
+    """An update of the optimiser, whose state stays as it was if the update must not be applied.
 
     A compressor reports, on all workers alike, that the input of some worker was not finite. That costs nothing here.
     Only where some entries pass by all compressors, the updates are looked at.
 
     Args:
-      updates: what the optimiser returned, equal on all workers.
-      old: its state before.
-      new: its state after.
+      update: `tx.update`, a function of the state alone.
+      opt_state: the state.
 
     Returns:
-      bool[], equal on all devices. The state: `new`, or after a bad step `old`, except that a compressor which reported
-      it keeps its new state, which counts the step and holds nothing of its gradient.
+      The updates, of no meaning in a bad step. The new state, in a bad step the old one, except that a compressor which
+      reported it keeps its new state: that counts the step and holds nothing of its gradient. Whether the step is bad,
+      bool[], equal on all devices.
     """
-    before, after = compress_states(old), compress_states(new)
-    reports = [_reports_bad(*states) for states in zip(before, after, strict=True)]
-    flags = list(reports)
-    seen = sum(state.bucket.entries for compressor in after for state in compressor.buckets.value)
-    if seen < sum(leaf.size for leaf in jax.tree.leaves(updates)):
-        flags.append(_any_not_finite(updates))
-    bad = jnp.any(jnp.stack(flags)) if flags else jnp.bool_(False)
-    remaining = iter(reports)
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(opt_state)
+    jaxpr = closed.jaxpr
+    updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.outvars)
+    counts = [node.report.value.skipped for node in compress_states(new_state)]
+    old_counts = [node.report.value.skipped for node in compress_states(opt_state)]
+    seen = sum(part.bucket.entries for node in compress_states(new_state) for part in node.buckets.value)
+    all_seen = seen >= sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[0]))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *jax.tree.leaves(opt_state)], strict=True))
 
-    def kept(old, new):
-        back = bad
-        if _is_compress_state(new):
-            reported = next(remaining)
-            if len(flags) == 1:  # no step is bad unless this compressor reports it
-                return new
-            back = bad & ~reported
-        return where_good(back, old, new)
+    def read(atom):
+        return read_atom(atom, env.__getitem__)
 
-    return bad, jax.tree.map(kept, old, new, is_leaf=_is_compress_state)
+    def reports():
+        # Typed as differing between workers, like all of a compressor's state, but a maximum over them made it.
+        return [equal_everywhere((read(new) > old)[0]) for new, old in zip(counts, old_counts, strict=True)]
+
+    # As soon as all have reported, whatever follows goes on with the state that is kept. If it went on with the new
+    # state, XLA would compute that twice, and copy the old one before it is overwritten.
+    awaited = {atom for atom in counts if atom not in env} if all_seen else set()
+    uses = collections.Counter(atom for atom in jax.tree.leaves(new_state) if isinstance(atom, Var) and atom not in env)
+    olds = {atom: old for atom, old in _pairs(new_state, opt_state) if isinstance(atom, Var) and uses[atom] == 1}
+    bad, done = None, set()
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        if bad is not None:
+            done.update(olds.keys() & set(eqn.outvars))
+            env.update({var: jnp.where(bad, olds[var], env[var]) for var in olds.keys() & set(eqn.outvars)})
+        elif awaited and not (awaited := awaited - set(eqn.outvars)):
+            bad = _any(reports())
+
+    updates = jax.tree.map(read, updates)
+    reported = reports()
+    flags = reported if all_seen else [*reported, _any_not_finite(updates)]
+    if bad is None:
+        bad = _any(flags)
+    own = iter(reported)
+
+    def kept(atoms, old):
+        if not _is_compress_state(atoms):
+            return read(atoms) if atoms in done else where_good(bad, old, read(atoms))
+        new, reported_here = jax.tree.map(read, atoms), next(own)
+        if len(flags) == 1:  # no step is bad unless this compressor reports it
+            return new
+        return where_good(bad & ~reported_here, old, new)
+
+    return updates, jax.tree.map(kept, new_state, opt_state, is_leaf=_is_compress_state), bad
+
+
+def _any(flags: list[Array]) -> Array:
+    return jnp.any(jnp.stack(flags)) if flags else jnp.bool_(False)
+
+
+def _pairs(new: PyTree, old: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves of two states next to each other, without those of compressors."""
+    news, olds = (
+        [node for node in jax.tree.leaves(tree, is_leaf=_is_compress_state) if not _is_compress_state(node)]
+        for tree in (new, old)
+    )
+    return list(zip(news, olds, strict=True))
 
 
 def where_good(bad: Array, old: PyTree, new: PyTree) -> PyTree:
@@ -68,11 +113,6 @@ def compress_states(state: PyTree) -> list[CompressState]:
 
 def _is_compress_state(node: object) -> bool:
     return isinstance(node, CompressState)
-
-
-def _reports_bad(before: CompressState, after: CompressState) -> Array:
-    # Typed as differing between workers, like all of the state, but a maximum over them made it.
-    return equal_everywhere(after.report.unpack().skipped > before.report.unpack().skipped)
 
 
 def _any_not_finite(tree: PyTree) -> Array:

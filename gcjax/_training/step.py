@@ -23,7 +23,7 @@ from gcjax._comm.collectives import (
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain
 from gcjax._moments import value_and_moments
-from gcjax._training.bad_steps import SkipLimit, is_spoilt, skip_bad, where_good
+from gcjax._training.bad_steps import SkipLimit, is_spoilt, skipping_bad, where_good
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -294,12 +294,16 @@ class TrainStep:
         loss, grad, squares, model_state, aux = self._gradient(own, inputs)
         grad, squares = self._own_shards(grad, squares)
         params, frozen = self._split(state.params)
-        value = functools.partial(self._value, loss)
-        updates, opt_state = update_with(self._tx, grad, state.opt_state, params, squares, value)
-        new_params, skipped = optax.apply_updates(params, updates), state.skipped
-        if self._limit is not None:
-            bad, opt_state = skip_bad(updates, state.opt_state, opt_state)
-            new_params = where_good(bad, params, new_params)
+        update = functools.partial(
+            update_with, self._tx, grad, params=params, squares=squares, value=functools.partial(self._value, loss)
+        )
+        skipped = state.skipped
+        if self._limit is None:
+            updates, opt_state = update(state.opt_state)
+            new_params = optax.apply_updates(params, updates)
+        else:
+            updates, opt_state, bad = skipping_bad(update, state.opt_state)
+            new_params = where_good(bad, params, optax.apply_updates(params, updates))
             # With overlap="next_step" the compressor reports a bad gradient in the step after.
             spoilt = is_spoilt(inputs.model_state, model_state)
             model_state = where_good(bad | spoilt, inputs.model_state, model_state)

@@ -122,6 +122,17 @@ def test_the_compressor_counts_the_bad_step():
     assert all_finite(compress_state(state.opt_state).buckets)
 
 
+def test_state_of_which_two_entries_become_equal_stays_apart():
+    def update(updates, state, params):
+        total = optax.tree.sum(updates)
+        return updates, {"a": total, "b": total}
+
+    twins = optax.GradientTransformation(lambda params: {"a": jnp.float32(1), "b": jnp.float32(2)}, update)
+    step = gcjax.make_train_step(loss_fn, optax.chain(variance(), twins), mesh_of(WORKERS))
+    state, _ = step(step.init(PARAMS), batch_of(0, "x"))
+    assert jax.tree.map(float, state.opt_state[1]) == {"a": 1.0, "b": 2.0}
+
+
 @pytest.mark.parametrize("options", [{"moments": None}, {"accumulate": 2}], ids=str)
 def test_bad_steps_are_skipped_in_every_mode(options):
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), **options)
@@ -223,6 +234,18 @@ def test_a_late_exchange_makes_the_step_after_a_bad_gradient_bad():
     assert skipped == [0, 0, 0, 1, 0]
     assert all_finite(state)
     np.testing.assert_array_equal(state.model_state.stacked()["steps"], [4, 4, 3, 4])  # worker 2 saw the nan
+
+
+def test_the_optimisers_state_is_updated_in_place():
+    step = gcjax.make_train_step(
+        lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        optax.chain(gcjax.dense_compress(axis_name="data"), optax.adam(1e-2)),
+        mesh_of(WORKERS),
+        moments=None,
+    )
+    compiled = step.lower(step.init({"w": jnp.ones((72, 56))}), np.ones((8, 72), np.float32)).compile()
+    copies = [line for line in compiled.as_text().splitlines() if "= f32[72,56]{1,0} copy(" in line]
+    assert copies == []
 
 
 def test_too_many_bad_steps_in_a_row_raise_before_the_state_is_donated():
