@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from gcjax._comm.collectives import pmax_if_axes
 from gcjax._core.transform import CompressState
 from gcjax._jax_compat import bind, equal_everywhere, varying_axes
-from gcjax._moments.jaxprs import Var, read_atom
-from gcjax._types import Array, PyTree
+from gcjax._moments.jaxprs import read_atom
+from gcjax._types import Array, ArrayLike, PyTree
 
 Update = Callable[[PyTree], tuple[PyTree, PyTree]]  # from an optimiser's state to updates and new state
 STEPS_AHEAD = 8  # that the host may be: a call looks at the result of the step before so many others
@@ -51,15 +51,17 @@ def skipping_bad(update: Update, opt_state: PyTree) -> tuple[PyTree, PyTree, Arr
 
     # As soon as all have reported, whatever follows goes on with the state that is kept. If it went on with the new
     # state, XLA would compute that twice, and copy the old one before it is overwritten.
-    awaited = {atom for atom in counts if atom not in env} if all_seen else set()
-    uses = collections.Counter(atom for atom in jax.tree.leaves(new_state) if isinstance(atom, Var) and atom not in env)
-    olds = {atom: old for atom, old in _pairs(new_state, opt_state) if isinstance(atom, Var) and uses[atom] == 1}
+    awaited = set(counts) - env.keys() if all_seen else set()
+    uses = collections.Counter(id(atom) for atom in jax.tree.leaves(new_state))
+    olds = {id(atom): old for atom, old in _pairs(new_state, opt_state) if uses[id(atom)] == 1}
     bad, done = None, set()
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         if bad is not None:
-            done.update(olds.keys() & set(eqn.outvars))
-            env.update({var: jnp.where(bad, olds[var], env[var]) for var in olds.keys() & set(eqn.outvars)})
+            for var in eqn.outvars:
+                if id(var) in olds:
+                    env[var] = jnp.where(bad, olds[id(var)], env[var])
+                    done.add(id(var))
         elif awaited and not (awaited := awaited - set(eqn.outvars)):
             bad = _any(reports())
 
@@ -72,7 +74,7 @@ def skipping_bad(update: Update, opt_state: PyTree) -> tuple[PyTree, PyTree, Arr
 
     def kept(atoms, old):
         if not _is_compress_state(atoms):
-            return read(atoms) if atoms in done else where_good(bad, old, read(atoms))
+            return read(atoms) if id(atoms) in done else where_good(bad, old, read(atoms))
         new, reported_here = jax.tree.map(read, atoms), next(own)
         if len(flags) == 1:  # no step is bad unless this compressor reports it
             return new
@@ -102,8 +104,11 @@ def where_good(bad: Array, old: PyTree, new: PyTree) -> PyTree:
 def is_spoilt(old: PyTree, new: PyTree) -> Array:
     """Whether any entry was finite and no longer is: bool[]."""
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    found = [jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y)) for x, y in pairs if jnp.issubdtype(y.dtype, jnp.inexact)]
-    return jnp.any(jnp.stack(found)) if found else jnp.bool_(False)
+    return _any([jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y)) for x, y in pairs if _is_inexact(x) and _is_inexact(y)])
+
+
+def _is_inexact(x: ArrayLike) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def compress_states(state: PyTree) -> list[CompressState]:

@@ -70,9 +70,15 @@ def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
             )
 
 
-def check_trained(params: PyTree) -> None:
-    """Raise TypeError for a parameter that has no gradient."""
+def check_params(params: PyTree, trained: PyTree) -> None:
+    """Raise TypeError for a parameter that is no array, or that is to be trained and has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r}, but must be an array. Take a model's arrays only, "
+                "as equinox.partition(model, equinox.is_array) or flax.nnx.split do, and put them back in loss_fn"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which cannot be trained; make "

@@ -27,9 +27,9 @@ from gcjax._training.bad_steps import SkipLimit, is_spoilt, skipping_bad, where_
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
+    check_params,
     check_spec,
     check_state,
-    check_trained,
 )
 from gcjax._training.consistency import check_agreement
 from gcjax._training.frozen import merge_params, of_trained, split_by
@@ -98,7 +98,7 @@ def make_train_step(
     counts the step and holds nothing of its gradient. Where parameters pass by all compressors, their updates must be
     finite too. A loss that is not finite beside a finite gradient does not make a step bad. With `overlap="next_step"`
     the bad step is the one after, whose update is made of the gradient that is not finite. A worker's `model_state`
-    also stays as it was wherever it would stop being finite.
+    also stays as it was when one of its entries would stop being finite.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
@@ -123,8 +123,8 @@ def make_train_step(
       trainable: which parameters are trained: booleans in a pytree like `params` or a prefix, or a function from
         `params` to these; None for all. The others are frozen: they have no gradient and no squares, are not sent, and
         `tx` sees `optax.MaskedNode` in their place. They may have any dtype.
-      max_skipped: number of bad steps in a row after which `step` raises. So as not to wait for the devices, it looks
-        at the step before the last 7, so it raises up to 8 steps later. It cannot raise inside `jax.jit`.
+      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: so as not to wait for the
+        devices, each call looks at the result of 8 calls ago. It cannot raise inside `jax.jit`.
       check_loss: whether the first call looks at losses of two samples, together and alone, to see that `loss_fn` is
         their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and finds sums, and
         with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside `jax.jit`, with
@@ -142,9 +142,9 @@ def make_train_step(
         parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
         samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
         the state is not of this mesh.
-      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean; (from `init`) a parameter to train
-        is not of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,
-        `loss_fn` returns something else, `tx` asks for arguments that a training step does not have.
+      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean; (from `init`) a parameter is no
+        array, or is to be trained and not of a floating-point dtype; (when called) a leaf of the batch is no array, the
+        state is no `TrainState`, `loss_fn` returns something else, `tx` asks for what a training step does not have.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called, on all processes) the processes would not run the same step from the same state; see
         `gcjax.check_agreement`.
@@ -225,7 +225,7 @@ class TrainStep:
         """The state before the first step, on the mesh. The arguments stay valid."""
         if key is not None:
             check_random_key("key", key)
-        check_trained(self._split(params)[0])
+        check_params(params, self._split(params)[0])
         own_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
         if not self._sharding:
             state = TrainState(jnp.int32(0), params, self._tx.init(params), own_state, key)

@@ -122,15 +122,18 @@ def test_the_compressor_counts_the_bad_step():
     assert all_finite(compress_state(state.opt_state).buckets)
 
 
-def test_state_of_which_two_entries_become_equal_stays_apart():
+def test_state_of_which_entries_become_equal_or_constant_stays_as_it_was():
     def update(updates, state, params):
         total = optax.tree.sum(updates)
-        return updates, {"a": total, "b": total}
+        return updates, {"a": total, "b": total, "c": jnp.float32(4), "d": state["d"]}
 
-    twins = optax.GradientTransformation(lambda params: {"a": jnp.float32(1), "b": jnp.float32(2)}, update)
+    start = {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0}
+    twins = optax.GradientTransformation(lambda params: jax.tree.map(jnp.float32, start), update)
     step = gcjax.make_train_step(loss_fn, optax.chain(variance(), twins), mesh_of(WORKERS))
     state, _ = step(step.init(PARAMS), batch_of(0, "x"))
-    assert jax.tree.map(float, state.opt_state[1]) == {"a": 1.0, "b": 2.0}
+    assert jax.tree.map(float, state.opt_state[1]) == start
+    state, _ = step(state, batch_of(1))
+    assert float(state.opt_state[1]["c"]) == 4.0
 
 
 @pytest.mark.parametrize("options", [{"moments": None}, {"accumulate": 2}], ids=str)
