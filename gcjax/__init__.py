@@ -4,13 +4,16 @@ from gcjax import extend, gossip, methods
 from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, info
 from gcjax._core.per_worker import PerWorker
+from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.transform import CompressState, compress
+from gcjax._export import register_states
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs
 from gcjax._planner.measuring import Cost, Method
 from gcjax._planner.network import Link
 from gcjax._planner.plan import plan
 from gcjax._planner.prediction import Plan
+from gcjax._training.compressed_grad import compressed_value_and_grad
 from gcjax._training.consistency import check_agreement
 from gcjax._training.sharding import init_sharded, local_gradients, per_worker, place, state_specs
 from gcjax._training.step import Metrics, TrainState, make_train_step
@@ -28,10 +31,12 @@ __all__ = [
     "Moments",
     "PerWorker",
     "Plan",
+    "ScaleFirstState",
     "TrainState",
     "check_agreement",
     "check_moments",
     "compress",
+    "compressed_value_and_grad",
     "delay",
     "explain_moments",
     "extend",
@@ -44,7 +49,10 @@ __all__ = [
     "per_worker",
     "place",
     "plan",
+    "scale_first",
     "state_specs",
     "value_and_moments",
 ]
 __all__ += methods.__all__
+
+register_states()

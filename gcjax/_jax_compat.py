@@ -3,6 +3,7 @@
 They are looked up on import, so that a JAX release without one of them fails at once and says why.
 """
 
+import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ _check_vma = needed("jax._src.config:_check_vma")
 _distributed = needed("jax._src.distributed:global_state")
 _NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
 for _name in (
+    "jax:enable_x64",
     "jax:reshard",
     "jax:typeof",
     "jax.extend.core:ClosedJaxpr",
@@ -54,6 +56,7 @@ for _name in (
     "jax.extend.random:define_prng_impl",
     "jax.lax:pcast",
     "jax.sharding:AxisType",
+    "jax.sharding:auto_axes",
     "jax._src.core:JaxprEqn.ctx",
     "jax._src.core:Primitive.get_bind_params",
     "jax._src.core:ShapedArray.mat",
@@ -76,6 +79,21 @@ def tracks_variation(axes: tuple[str, ...]) -> bool:
     return bool(axes) and bool(varying_axes(lax.axis_index(axes)))
 
 
+def partitioned_axes(tree: PyTree) -> dict[str, int]:
+    """Mesh axes of several devices among which JAX partitions here, with their sizes: of `jax.set_mesh`, of any leaf.
+
+    Axes that `shard_map` or `pmap` bind are not among them. Leaves that get a sharding from `in_shardings` of `jax.jit`
+    alone show none.
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))]
+    return {
+        name: size
+        for mesh in meshes
+        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        if size > 1 and kind != jax.sharding.AxisType.Manual
+    }
+
+
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Type every leaf as varying over the mesh axes `axes`. The values stay as they are."""
     axes = frozenset(axes)
@@ -88,9 +106,15 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 
 def constrain(tree: PyTree, sharding: jax.sharding.NamedSharding) -> PyTree:
-    """Lay arrays out as `sharding` says, inside jit, on meshes with explicit or automatic axes."""
-    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types)
-    return (jax.reshard if explicit else lax.with_sharding_constraint)(tree, sharding)
+    """Lay arrays out as `sharding` says, inside jit. On a mesh that has explicit axes, along those axes only."""
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind == jax.sharding.AxisType.Explicit}
+    if not explicit:
+        return lax.with_sharding_constraint(tree, sharding)
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in sharding.spec]
+    spec = jax.sharding.PartitionSpec(*(tuple(name for name in entry if name in explicit) for entry in entries))
+    return jax.reshard(tree, jax.sharding.NamedSharding(mesh, spec))
 
 
 def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -106,6 +130,41 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         untyped = jax.tree.map(lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)), args)
         out = fn(*untyped)
     return vary(out, axes)
+
+
+def in_32_bits(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`fn` with jax_enable_x64 off: what it makes without naming a dtype is float32 or int32, for any user."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        with jax.enable_x64(False):
+            return fn(*args)
+
+    return run
+
+
+def with_automatic_samples(
+    fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree
+) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    """`fn(params, batch) -> value, (sums, sums)`, with explicit axes that shard the samples automatic inside.
+
+    Samples could not be taken one by one otherwise. `value` comes back replicated over these axes; the sums, trees like
+    `params`, are sharded like them.
+    """
+    sharding, axes = jax.sharding.NamedSharding, set()
+    for x in jax.tree.leaves(batch):
+        mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+        names = ((spec[0],) if isinstance(spec[0], str) else spec[0] or ()) if spec else ()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        axes |= {(mesh, name) for name in names if kinds[name] == jax.sharding.AxisType.Explicit}
+    if not axes:
+        return fn(params, batch)
+    mesh = next(iter(axes))[0]  # JAX lets no computation have two
+    like_params = jax.tree.map(lambda x: sharding(mesh, jax.typeof(x).sharding.spec), params)
+    out_sharding = (sharding(mesh, jax.sharding.PartitionSpec()), (like_params, like_params))
+    names = tuple(name for name in mesh.axis_names if (mesh, name) in axes)
+    # In jit, because JAX 0.10.2 cannot run it op by op.
+    return jax.jit(jax.sharding.auto_axes(fn, axes=names, out_sharding=out_sharding))(params, batch)
 
 
 def equal_everywhere(x: Array) -> Array:

@@ -56,7 +56,8 @@ class Compressor(NamedTuple):
     of its shape; the same or None; one worker's state; the collectives; and a bool scalar that is equal on all workers.
     It returns the update, arrays like the gradient's and bit-equal on all workers; the new state; and the report.
     `Bucket.join` and `Bucket.split` go from leaves to one array and back. `all_finite` is False when the input of any
-    worker is not finite: the update must then be NaN everywhere and the state must come back as it was.
+    worker is not finite, or a gradient is 2**80 or more: the update must then be NaN everywhere and the state must come
+    back as it was. jax_enable_x64 is off while either function is traced.
 
     Attributes:
       init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,

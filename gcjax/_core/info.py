@@ -1,14 +1,17 @@
 """What was sent, read from the optimiser's state."""
 
+import contextlib
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from gcjax._core.compressor import SendReport
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.transform import CompressState, UpdateReport
 from gcjax._kernels.bits import TINY
@@ -36,7 +39,10 @@ class Info(NamedTuple):
       wire_ratio: bytes that a float32 ring all-reduce of the gradient moves / `wire_bytes`; nan for a single worker.
         Inner workers share the all-reduce, too.
       residual_norm: float64[workers], 2-norm of what each worker has taken in and not yet sent.
-      skipped: updates so far that were skipped because some worker's input was not finite.
+      skipped: updates so far that were skipped because some worker's input was not finite: NaN, infinite or of
+        magnitude 2**80 (1.2e24) or more.
+      saturated: entries of the last update beyond the range of their leaf's dtype, such as float16. They became its
+        largest number, and the rest is lost: compress float32 or bfloat16 gradients, or use a smaller loss scale.
     """
 
     selected: np.ndarray
@@ -51,6 +57,7 @@ class Info(NamedTuple):
     wire_ratio: float
     residual_norm: np.ndarray
     skipped: int
+    saturated: int
 
 
 def info(opt_state: PyTree) -> Info:
@@ -97,6 +104,7 @@ def info(opt_state: PyTree) -> Info:
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
         residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),
         skipped=max(int(r.skipped[0]) for r in reports),
+        saturated=sum(int(r.saturated[0]) for r in reports),
     )
 
 
@@ -121,24 +129,44 @@ def _local_nodes(node: PerWorker) -> list[PerWorker]:
 
 def _report(state: CompressState) -> UpdateReport:
     """The report with numpy leaves of shape (workers,)."""
-    parts = [jax.tree.map(np.asarray, node).stacked() for node in _local_nodes(state.report)]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    parts = [jax.tree.leaves(jax.tree.map(np.asarray, node).stacked()) for node in _local_nodes(state.report)]
+    leaves: list[Any] = [np.concatenate(workers) for workers in zip(*parts, strict=True)]
+    of_sent = len(SendReport._fields)
+    # Built anew, because NNX of Flax wraps every leaf.
+    return UpdateReport(SendReport(*leaves[:of_sent]), *leaves[of_sent:])
 
 
 def _residual_norms(state: CompressState) -> np.ndarray:
     """float64[workers], 2-norm of each worker's residual."""
     workers = sum(node.workers for node in _local_nodes(state.report))
-    nodes = _local_nodes(jax.tree.map(_with_automatic_axes, state.buckets))
-    norms = [np.asarray(_bucket_norms(node, workers // len(nodes)), np.float64) for node in nodes]
+    nodes, norms = _local_nodes(state.buckets), []
+    for node in nodes:
+        with _automatic_axes(node) as automatic:
+            norms.append(np.asarray(_bucket_norms(automatic, workers // len(nodes)), np.float64))
     return np.linalg.norm(np.concatenate(norms, axis=1), axis=0)
 
 
-def _with_automatic_axes(x: Array) -> Array:
-    """The same array off a mesh with explicit axes: outside of that mesh, not every function takes such arrays."""
-    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
-        return x
-    mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
-    return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+@contextlib.contextmanager
+def _automatic_axes(tree: PyTree) -> Iterator[PyTree]:
+    """The arrays of a tree on their own mesh with automatic axes, which is set.
+
+    Explicit axes would restrict what can be computed, and under `jax.set_mesh` no function takes arrays that lie on
+    other devices or another mesh.
+    """
+    shardings = [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if not shardings:
+        yield tree
+        return
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    mesh = Mesh(meshes[0].devices, meshes[0].axis_names) if meshes else Mesh([*shardings[0].device_set], ("devices",))
+
+    def automatic(x):
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return x
+        return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+
+    with jax.set_mesh(mesh):
+        yield jax.tree.map(automatic, tree)
 
 
 @functools.partial(jax.jit, static_argnums=1)

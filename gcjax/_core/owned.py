@@ -37,7 +37,7 @@ class Owned:
         """Zeros, as before the first step."""
         if shape_for is None or workers == 1:
             return cls(None, bucket, shape_for, 1)
-        return cls(jnp.zeros(shape_for(bucket, workers)), bucket, shape_for, workers)
+        return cls(jnp.zeros(shape_for(bucket, workers), jnp.float32), bucket, shape_for, workers)
 
     def with_value(self, value: Array) -> "Owned":
         return dataclasses.replace(self, value=value)

@@ -6,8 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gcjax._types import PyTree
+
+_placeholder: list[type] = []
+# optax calls `init` with an object that stands for the parameters, to find their copies in a state.
+optax.tree_utils.tree_map_params(lambda params: _placeholder.append(type(params)), lambda: None, None)
+
+
+WHOLE_NODE: Any = "PerWorker"  # a leaf in place of a node
+
+
+def stands_for_params(params: PyTree) -> bool:
+    """Whether `init` is called by `optax.tree_utils.tree_map_params`: its result is then a prefix of the state.
+
+    State per worker holds no copies of the parameters. `WHOLE_NODE` in place of a `PerWorker` leaves it whole:
+    `transform_non_params` gets the node.
+    """
+    return isinstance(params, tuple(_placeholder))
 
 
 @jax.tree_util.register_dataclass

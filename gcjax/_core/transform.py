@@ -13,14 +13,18 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.compressor import Compressor, SendReport
 from gcjax._core.owned import check_workers, shared_among
-from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
+from gcjax._jax_compat import in_32_bits, partitioned_axes, tracks_variation, vary, varying_axes
 from gcjax._kernels.bits import LANES, float_bits
-from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import OVERLAPS, check_choice
 
 NOTHING_WAITS = 2  # said instead of 0 or 1, whether a gradient is bad, in the first step
+
+# Gradients from here on count as not finite. What methods add up then stays in float32's range: 2**28 entries of a
+# bucket, over 2**20 steps.
+LARGEST = 2.0**80
 
 
 class UpdateReport(NamedTuple):
@@ -32,6 +36,7 @@ class UpdateReport(NamedTuple):
       workers: int32, number of workers.
       inner_workers: int32, inner workers of each.
       skipped: int32, updates so far that were skipped because some worker's input was not finite.
+      saturated: int32, entries of the last update that lie beyond the range of their leaf's dtype, such as float16.
     """
 
     sent: SendReport
@@ -39,6 +44,7 @@ class UpdateReport(NamedTuple):
     workers: Array
     inner_workers: Array
     skipped: Array
+    saturated: Array
 
 
 class CompressState(NamedTuple):
@@ -91,7 +97,10 @@ def compress(
     Args:
       compressor: the method.
       axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
-        worker, whose update is what its own payload decodes to.
+        worker, whose update is what its own payload decodes to. Under plain `jax.jit` with a sharded batch JAX reduces
+        the gradient itself: use `gcjax.compressed_value_and_grad`. Without axes, `update` raises where it sees several
+        devices: under `jax.set_mesh`, or in the types of the gradient. It cannot see shardings that only `in_shardings`
+        or `out_shardings` of `jax.jit` name, which give host arrays none in the first step.
       inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
@@ -105,15 +114,18 @@ def compress(
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
       of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
-      all workers. Other extra arguments are ignored. Its state is per worker (`PerWorker`), and per shard where the
-      parameters are sharded over further axes (`gcjax.init_sharded`).
+      all workers. All arithmetic is in float32, under jax_enable_x64, too. Gradients of magnitude 2**80 (1.2e24) or
+      more count as not finite. An update beyond the range of a float16 leaf becomes the largest float16; the rest is
+      lost; `gcjax.info` counts such entries as `saturated`. Other extra arguments are ignored. Its state is per worker
+      (`PerWorker`), and per shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
 
     Raises:
       ValueError: one axis is named twice; an unknown `overlap`.
 
     Raises (from `update`):
-      ValueError: an axis that is not bound; gradients already reduced over it; a `sum_grad_squared`, `params` or state
-        of another structure; a negative `sum_grad_squared` where its value is known.
+      ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
+        `sum_grad_squared`, `params` or state of another structure; a negative `sum_grad_squared` where its value is
+        known.
       TypeError: leaves of integer or complex dtype.
     """
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
@@ -121,13 +133,16 @@ def compress(
     next_step = overlap is not None
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
+    compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
     def init(params: PyTree) -> CompressState:
+        if stands_for_params(params):
+            return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         none, no_bytes = jnp.int32(0), jnp.float32(0)
         sent = SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes)
-        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none)
+        report = UpdateReport(sent, jnp.float32(layout.entries), jnp.int32(1), jnp.int32(1), none, none)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
@@ -136,10 +151,12 @@ def compress(
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
         layout = layout_of(updates)
-        sum_grad_squared = None if sum_grad_squared is None else _mask_like(updates, sum_grad_squared)
+        sum_grad_squared = mask_like(updates, sum_grad_squared)
         _check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:
             return updates, state
+        if not worker_axes:
+            _reject_partitioned(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = comm_for_axes(worker_axes, inner_axes)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
@@ -180,6 +197,7 @@ def compress(
             workers=jnp.int32(comm.size),
             inner_workers=jnp.int32(comm.inner_workers),
             skipped=old_report.skipped + (agreed == 1),
+            saturated=count_beyond_range(layout, means),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new_parts = vary((bucket_states, report, waiting), varying)
@@ -203,7 +221,7 @@ def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
 
 
 def _zero_input(layout: Layout, uses_squares: bool) -> GradientInput:
-    zeros = tuple(tuple(jnp.zeros(s.shape) for s in bucket.segments) for bucket in layout.buckets)
+    zeros = tuple(tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments) for bucket in layout.buckets)
     return _to_wait(GradientInput(zeros, (None,) * len(zeros)), uses_squares)
 
 
@@ -219,8 +237,10 @@ def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _mask_like(updates: PyTree, tree: PyTree) -> PyTree:
+def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
     """`optax.masked` and `optax.partition` hide parts of the updates but not of extra arguments. Hide the same."""
+    if tree is None:
+        return None
     try:
         return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
     except ValueError:  # of another structure: `_check_inputs` says so
@@ -266,7 +286,8 @@ def _check_waiting(waiting: Waiting | None, next_step: bool) -> None:
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
     if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
-            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree"
+            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree. "
+            "(Inside optax.flatten: put the compressor before it.)"
         )
     for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(tree), layout.shapes, strict=True):
         if jnp.shape(leaf) != shape:
@@ -296,6 +317,17 @@ def _reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
                 "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
                 "per worker: use make_train_step(accumulate=...) instead.)"
             )
+
+
+def _reject_partitioned(updates: PyTree) -> None:
+    """Raise when a single worker's gradient is seen to come from several devices among which JAX partitions."""
+    if axes := partitioned_axes(updates):
+        raise ValueError(
+            f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: JAX has reduced it over "
+            "these devices already, so compressing it would save nothing. Take gradients with "
+            "gcjax.compressed_value_and_grad, or the whole step from gcjax.make_train_step, and give the compressor "
+            "axis_name. (To compress as a single worker all the same, call update inside jax.shard_map over the mesh.)"
+        )
 
 
 def _inner_mean(updates: PyTree, sum_grad_squared: PyTree, inner_axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:
@@ -338,9 +370,10 @@ def _equal_where_gradients_are(updates: PyTree, gradients: PyTree, shard_axes: t
 
 
 def _bad_leaves(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
-    """How many arrays have an entry that is not finite, or a negative square: int32."""
+    """How many arrays have an entry that is not finite or not below `LARGEST`, or a negative square: int32."""
     # Both differences are zero for good values, and otherwise NaN or positive.
-    bad = [_any_nonzero(g - g) for leaves in gradients for g in leaves]
+    scaled = [g * (2.0**128 / LARGEST) for leaves in gradients for g in leaves]  # infinite from LARGEST on
+    bad = [_any_nonzero(g - g) for g in scaled]
     bad += [_any_nonzero(jnp.abs(s) - s) for leaves in squares if leaves is not None for s in leaves]
     return jnp.sum(jnp.stack(bad), dtype=jnp.int32)
 

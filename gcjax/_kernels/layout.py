@@ -49,14 +49,24 @@ def path_name(path: tuple) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
+def check_is_array(path: tuple, leaf: object) -> None:
+    """Raise TypeError for a leaf that is no array, such as an activation function in a model that is a pytree."""
+    if not hasattr(leaf, "dtype") and (callable(leaf) or isinstance(leaf, str)):
+        raise TypeError(
+            f"leaf {path_name(path)} is {leaf!r}, not an array. Pass only the arrays of such a model: "
+            "equinox.partition(model, equinox.is_inexact_array), or make these fields static"
+        )
+
+
 def layout_of(tree: PyTree, max_bucket: int | None = None) -> Layout:
     """The layout of a pytree of arrays or `jax.ShapeDtypeStruct`s.
 
-    Raises TypeError, with the leaf's path, for a leaf that is not of a real floating-point dtype.
+    Raises TypeError, with the leaf's path, for a leaf that is no array or not of a real floating-point dtype.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     shapes, dtypes = [], []
     for path, leaf in leaves:
+        check_is_array(path, leaf)
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
@@ -109,13 +119,39 @@ def _segment(leaf: Array, s: Segment) -> Array:
 
 
 def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]]) -> PyTree:
-    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes."""
+    """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes.
+
+    What lies beyond the range of a float16 or float8 leaf becomes the largest number of it; `count_beyond_range` counts
+    these entries.
+    """
     pieces: list[list[Array]] = [[] for _ in layout.shapes]
     for bucket, arrays in zip(layout.buckets, buckets, strict=True):
         for s, x in zip(bucket.segments, arrays, strict=True):
             pieces[s.leaf].append(x.reshape(-1) if math.prod(layout.shapes[s.leaf]) > s.size else x)
     leaves = [
-        (concatenated(parts) if parts else jnp.zeros(0)).reshape(shape).astype(dtype)
+        _narrowed((concatenated(parts) if parts else jnp.zeros(0)).reshape(shape), dtype)
         for parts, shape, dtype in zip(pieces, layout.shapes, layout.dtypes, strict=True)
     ]
     return jax.tree_util.tree_unflatten(layout.treedef, leaves)
+
+
+def count_beyond_range(layout: Layout, buckets: Sequence[Sequence[Array]]) -> Array:
+    """How many entries lie beyond the range of their leaf's dtype, int32; NaN does not count."""
+    counts = [
+        jnp.sum(jnp.abs(x) > largest, dtype=jnp.int32)
+        for bucket, arrays in zip(layout.buckets, buckets, strict=True)
+        for s, x in zip(bucket.segments, arrays, strict=True)
+        if (largest := _largest_if_narrow(layout.dtypes[s.leaf])) is not None
+    ]
+    return sum(counts, jnp.int32(0))
+
+
+def _narrowed(x: Array, dtype: np.dtype) -> Array:
+    largest = _largest_if_narrow(dtype)
+    return (x if largest is None else jnp.clip(x, -largest, largest)).astype(dtype)
+
+
+def _largest_if_narrow(dtype: np.dtype) -> float | None:
+    """The largest number of a dtype with fewer bits for the exponent than float32, such as float16; None of others."""
+    info = jnp.finfo(dtype)
+    return float(info.max) if info.maxexp < jnp.finfo(jnp.float32).maxexp else None

@@ -1,5 +1,6 @@
 """`value_and_moments`: its documentation, and what comes back."""
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -87,7 +88,8 @@ def value_and_moments(
 
     Returns:
       `fn(params, batch) -> (value, Moments)`, or `((value, aux), Moments)`. All split leaves of the batch have the same
-      leading size. A NaN in a sample gives NaN moments.
+      leading size. A NaN in a sample gives NaN moments. Of a batch whose samples are sharded over explicit mesh axes,
+      value and aux come back replicated over them.
 
     Raises:
       ValueError: a bad option; from `fn`, a bad argument.
@@ -106,11 +108,16 @@ def value_and_moments(
         (grad, squares), (values, aux) = compute_moments(problem)
         grad = jax.tree.map(lambda g, p: g.astype(p.dtype), grad, problem.params)
         value = (jnp.mean if reduction == "mean" else jnp.sum)(values, axis=0)
-        return ((value, whole_batch_aux(aux, problem.aux_like)) if has_aux else value), Moments(grad, squares)
+        return ((value, whole_batch_aux(aux, problem.aux_like)) if has_aux else value), (grad, squares)
 
-    if sample_axis is None:
-        return compute
-    return lambda params, batch: _jax_compat.without_mesh_types(compute, params, batch)
+    if sample_axis is not None:
+        compute = functools.partial(_jax_compat.without_mesh_types, compute)
+
+    def moments(params, batch):
+        value, (grad, squares) = _jax_compat.with_automatic_samples(compute, params, batch)
+        return value, Moments(grad, squares)
+
+    return moments
 
 
 def whole_batch_aux(stacked: PyTree, aux_like: PyTree) -> PyTree:

@@ -110,7 +110,7 @@ def compute_moments(problem: Problem) -> Result:
         return jax.tree.map(jnp.add, total, sums), outputs
 
     def start(leaf):
-        return _jax_compat.zeros(leaf.shape, accumulator_dtype(leaf.dtype), leaf)
+        return _jax_compat.vary_like(jnp.zeros_like(leaf, accumulator_dtype(leaf.dtype)), leaf)
 
     zeros = jax.tree.map(start, problem.params)
     total, outputs = jax.lax.scan(step, (zeros, zeros), head)

@@ -1,10 +1,12 @@
 """`explain_moments`: the rule that makes each parameter's moments, and what it holds in memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
+from gcjax import _jax_compat
 from gcjax._moments.compute import choose_method
 from gcjax._moments.jaxprs import aval
 from gcjax._moments.problem import Options, make_problem
@@ -95,7 +97,7 @@ def explain_moments(
     """
     options = Options(loss_fn, has_aux, **keywords)
 
-    def explain(params, batch):
+    def explanation(params, batch):
         problem = make_problem(options, params, batch)
         method = choose_method(problem)
         leaves = jax.tree_util.tree_leaves_with_path(problem.params)
@@ -105,6 +107,16 @@ def explain_moments(
             for (path, leaf), node in zip(leaves, nodes, strict=True)
         ]
         return Explanation(tuple(rows), problem.groups, method.chunk, "vmap" if method.search is None else "sinks")
+
+    def explain(params, batch):
+        found = []
+
+        def trace(params, batch):
+            found.append(explanation(params, batch))
+            return None, (params, params)
+
+        jax.eval_shape(functools.partial(_jax_compat.with_automatic_samples, trace), params, batch)
+        return found[-1]
 
     return explain
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
+from gcjax._kernels.layout import check_is_array
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_integer
 
@@ -110,6 +111,7 @@ def make_problem(options: Options, params: PyTree, batch: PyTree) -> Problem:
 
 def _checked_params(params: PyTree) -> PyTree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        check_is_array(path, leaf)
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(

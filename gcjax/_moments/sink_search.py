@@ -14,7 +14,7 @@ from gcjax._moments.rules.combine import Concatenated, Scanned, ScannedLayers, S
 from gcjax._moments.rules.conv import Conv, is_kernel_gradient
 from gcjax._moments.rules.dense import Dense
 from gcjax._moments.rules.embedding import Embedding, is_row_scatter
-from gcjax._moments.rules.linear import Entrywise, Mixed, entrywise_operand
+from gcjax._moments.rules.linear import Entrywise, Mixed, RealPart, entrywise_operand, is_real_part
 from gcjax._moments.rules.node import Node
 from gcjax._moments.rules.per_sample import PerSample
 
@@ -85,12 +85,12 @@ def find_node(scope: Scope, var: Atom) -> Node:
     if name == "concatenate":
         parts = tuple(find_node(scope, atom) for atom in eqn.invars)
         return cut if all(isinstance(part, PerSample) for part in parts) else Concatenated(eqn, children=parts)
-    operand = entrywise_operand(eqn, scope)
+    operation, operand = (RealPart, 0) if is_real_part(eqn) else (Entrywise, entrywise_operand(eqn, scope))
     if operand is not None:
         child = find_node(scope, eqn.invars[operand])
         if isinstance(child, PerSample):
             return PerSample(var, child.made_by)
-        return Entrywise(eqn, operand, index, children=(child,))
+        return operation(eqn, operand, index, children=(child,))
     return _mixed(scope, eqn) or _sink(scope, eqn) or cut
 
 

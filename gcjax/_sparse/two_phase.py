@@ -78,8 +78,9 @@ class TwoPhase(NamedTuple):
         most, bounded = min(workers * to_owners.capacities[-1], WORD * words), message.owner_density is not None
         if message.owner_density is not None:
             most = max(min(most, math.ceil(message.owner_density * message.bucket.entries / workers)), WORD)
-        smallest = most if len(slots) == 1 else min(to_owners.capacities[0], most)  # a fixed size fixes both phases
-        sizes = capacities_for(tuple(ladder(smallest, most)))
+        sizes = capacities_for(tuple(ladder(min(to_owners.capacities[0], most), most)))
+        if bounded and len(slots) == 1:  # both phases are of a fixed size
+            sizes = sizes[-1:]
         shorter = [k for k in sizes if Wire("compact", code.bits, WORD * words, sizes).words(k) < code.bits * words]
         has_dense = len(shorter) < len(sizes)
         from_owners = Wire("compact", code.bits, WORD * words, tuple(shorter) or sizes[:1])

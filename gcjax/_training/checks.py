@@ -8,12 +8,12 @@ from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, sharded_dimensions
 from gcjax._core.per_worker import PerWorker
-from gcjax._kernels.layout import path_name
+from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._training.bad_steps import compress_states
 from gcjax._types import PyTree
 
 
-def check_batch(batch: PyTree, workers: int, accumulate: int) -> None:
+def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
     """Raise unless every leaf of a batch can be split over the workers and their parts.
 
     Raises:
@@ -73,11 +73,7 @@ def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
 def check_params(params: PyTree, trained: PyTree) -> None:
     """Raise TypeError for a parameter that is no array, or that is to be trained and has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {leaf!r}, but must be an array. Take a model's arrays only, "
-                "as equinox.partition(model, equinox.is_array) or flax.nnx.split do, and put them back in loss_fn"
-            )
+        check_is_array(path, leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(

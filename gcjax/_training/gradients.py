@@ -42,9 +42,9 @@ class Inputs(NamedTuple):
     """
 
     batch: PyTree
-    key: Array | None
-    model_state: PyTree
-    frozen: PyTree
+    key: Array | None = None
+    model_state: PyTree = None
+    frozen: PyTree = None
 
 
 Loss = Callable[[PyTree, Inputs], tuple[Array, tuple[PyTree, PyTree]]]  # to (loss, (model_state, aux))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.owned import shared_among
-from gcjax._core.per_worker import PerWorker
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
 from gcjax._types import Array, AxisNames, PyTree
 
@@ -64,7 +64,9 @@ def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.
     axes = axis_tuple(axis_name)
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: PyTree) -> PerWorker:
+    def init(params: PyTree) -> PyTree:
+        if stands_for_params(params):
+            return WHOLE_NODE
         return PerWorker.pack(tx.init(params), axes + tuple(sorted(varying_axes(params) - set(axes))))
 
     def update(
@@ -87,7 +89,11 @@ def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) ->
 
     Returns:
       A prefix pytree of `state`.
+
+    Raises:
+      TypeError: the state was split into dicts, which do not say what is per worker.
     """
+    _reject_split(state)
     specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=_is_spec), is_leaf=_is_spec)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     places = {path: (jnp.shape(leaf), spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
@@ -151,7 +157,19 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
     Raises:
       ValueError: the mesh lacks an axis that a node names, or a node has several workers already.
+      TypeError: the state was split into dicts, which do not say what is per worker; or it is an `nnx.Optimizer`.
     """
+    _reject_split(state)
+    if any(_is_of_nnx(node) for node in jax.tree.leaves(state, is_leaf=_is_of_nnx)):
+        raise TypeError(
+            "gcjax.place makes new arrays, which NNX would not update, because they are no nnx.Variables: for an "
+            "nnx.Optimizer and its state use gcjax.flax.place(optimizer, mesh)"
+        )
+    return place_any(state, mesh)
+
+
+def place_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """`place` without a look at what the state is."""
 
     def workers_of(node):
         return math.prod(mesh.shape[axis] for axis in node.axes)
@@ -179,6 +197,25 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     state = jax.tree.map(shared, state, is_leaf=_is_per_worker)
     shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+
+
+def _is_of_nnx(node: object) -> bool:
+    """Whether it is an optimiser of Flax's NNX, or a Variable that holds a leaf of an optimiser's state."""
+    return type(node).__module__ == "flax.nnx.training.optimizer"
+
+
+def _reject_split(state: PyTree) -> None:
+    """Raise TypeError for a state in dicts: `nnx.split` and `flax.serialization` make dicts of gcjax's nodes."""
+
+    def is_split(node):
+        return isinstance(node, Mapping) and {"buckets", "report"} <= set(node)
+
+    if any(is_split(node) for node in jax.tree.leaves(state, is_leaf=is_split)):
+        raise TypeError(
+            "the state of a compressor has been split into dicts, in which nothing says what is per worker. For an "
+            "nnx.Optimizer use gcjax.flax.place(optimizer, mesh) and gcjax.flax.state_sharding(optimizer) before "
+            "nnx.split; a state dict of flax.serialization is to be restored with from_state_dict first"
+        )
 
 
 def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:

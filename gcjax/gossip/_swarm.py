@@ -23,6 +23,7 @@ import optax
 from jax import lax
 
 from gcjax._comm.collectives import pmax_if_axes, send
+from gcjax._jax_compat import in_32_bits
 from gcjax._kernels.groups import Groups, leaf_groups
 from gcjax._kernels.hashing import step_key
 from gcjax._kernels.layout import layout_of
@@ -119,7 +120,7 @@ def swarm_average(
             return ExchangeResult(changes, (), jnp.where(paired, inputs.layout.entries, 0), paired)
         return _on_lattice(inputs, models, paired, swap, margins, bits, key)
 
-    return periodic_exchange(init_method, exchange, local_steps, axis_name)
+    return periodic_exchange(in_32_bits(init_method), in_32_bits(exchange), local_steps, axis_name)
 
 
 def _send_all(partner: Sequence[int], axes: tuple[str, ...], payloads: list[Array]) -> list[Array]:

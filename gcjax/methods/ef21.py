@@ -155,7 +155,7 @@ def _accumulated(changes: optax.GradientTransformationExtraArgs) -> optax.Gradie
                 f"ef21_compress takes no parameters that are sharded over {sorted(axes)}, because it keeps the sum of "
                 "its updates unsharded; use top_k_compress"
             )
-        return EF21State(changes.init(params), jax.tree.map(lambda x: jnp.zeros(jnp.size(x)), params))
+        return EF21State(changes.init(params), jax.tree.map(lambda x: jnp.zeros(jnp.size(x), jnp.float32), params))
 
     def update(updates, state, params=None, **extra_args):
         # All in float32: rounded to the gradient's dtype, h would drift away from the mean of the h_i.

@@ -8,9 +8,8 @@ Compression for Distributed Deep Learning", MSML 2022, arXiv 1905.10988, the ope
 ninth is the sign, 1 for negative. In two phases: such a vector to each owner, for its pieces of the leaves; then one
 from each owner to all.
 
-**Deviations.** From 2**127 on, where the upper power of two would be infinite, entries are rounded down to 2**127.
-Numbers below the normal range (about 1e-38) become zero: eight bits have no exponents for them, and backends flush
-them.
+**Deviations.** Numbers below the normal range (about 1e-38) become zero: eight bits have no exponents for them, and
+backends flush them.
 """
 
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from gcjax.extend import bits_float, compress, dense_codec, float_bits, hash_bit
 
 BITS = 9
 _MANTISSA = 23
-_TOP = 254  # biased exponent of the largest finite numbers
 
 
 def natural_compress(
@@ -65,9 +63,9 @@ def natural_compress(
       ValueError: for an unknown transport.
       TypeError: for a key of another kind.
 
-    **Randomness**: every worker, step and entry draws its own. **Bias**: none, except at the two ends of float32's
-    range (see the deviations); in two phases owners round to the nearest, which what they owe corrects. **Non-finite
-    input**: the update is NaN on all workers and the state stays as it was.
+    **Randomness**: every worker, step and entry draws its own. **Bias**: none, except at the lower end of
+    float32's range (see the deviations); in two phases owners round to the nearest, which what they owe corrects.
+    **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.natural_compress(key=jax.random.key(0))
@@ -89,7 +87,6 @@ def natural_compress(
     def encoded(x, bucket, draw):
         x = jnp.where(jnp.abs(x) < TINY, 0, x)
         code = (float_bits(x) + draw) >> _MANTISSA
-        code = code - ((code & 0xFF) > _TOP)
         return pack_planes(code, BITS, bucket.words), BITS * bucket.entries
 
     def decode(payload, bucket):

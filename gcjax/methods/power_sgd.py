@@ -123,7 +123,7 @@ def power_sgd_compress(
 
     **Randomness**: shared; only for the first Q, drawn from a normal distribution, and for columns of Q that are zero.
     **Bias**: biased, which the residual corrects. **Non-finite input**: the update is NaN on all workers and every
-    worker's state stays as it was. Singular values, summed over the workers, must stay below 3e38.
+    worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.power_sgd_compress(rank=1, key=jax.random.key(0))

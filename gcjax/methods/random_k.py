@@ -76,8 +76,8 @@ def random_k_compress(
 
     **Randomness**: from `key`, shared: all workers draw the same entries, and new ones in each step. **Bias**: with
     `feedback` entries are delayed, nothing is lost, and :math:`E \|a - y\|^2 = (1 - k/d) \|a\|^2`. Without it the
-    update is unbiased, with :math:`E \|y - g\|^2 = (d/k - 1) \|g\|^2`, and overflows where g times d/k does.
-    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
+    update is unbiased, with :math:`E \|y - g\|^2 = (d/k - 1) \|g\|^2`. **Non-finite
+    input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.random_k_compress(density=0.25, key=jax.random.key(0), block=8)

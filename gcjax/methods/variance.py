@@ -121,7 +121,9 @@ def variance_compress(
     State: two float32 and a bit per parameter; in two phases also a float32 per parameter that a worker owns. Wire: 8
     bits per sent entry at density 1/4, 12.6 at 1/100, 16 at 1/1000. Put it before the optimiser:
     `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
-    after it. Clipping may come before it; the squares are then those of the unclipped gradient, so entries wait longer.
+    after it, and so does clipping of the mean. In a chain nothing that scales the gradient may stand before it, no
+    `optax.clip_by_global_norm` and no `optax.sgd`: the squares would not be scaled with it, every entry would look like
+    noise, and next to nothing would be sent. `gcjax.scale_first` scales or clips both.
 
     Args:
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2. May be traced (`inject_hyperparams`).

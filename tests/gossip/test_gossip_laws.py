@@ -77,6 +77,18 @@ def test_single_worker_keeps_its_update(name):
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 
+@pytest.mark.parametrize("name", EVERY_UPDATE)
+def test_models_have_the_same_bits_under_x64(name):
+    def two_steps():
+        run = Workers(EVERY_UPDATE[name]("data"), 8)
+        once = run.step(dyadic(8), dyadic(8, 1))
+        return once, run.step(once, dyadic(8, 2))
+
+    usual = two_steps()
+    with jax.enable_x64(True):
+        jax.tree.map(np.testing.assert_array_equal, two_steps(), usual)
+
+
 @FULL
 @pytest.mark.parametrize("name", EVERY_UPDATE)
 def test_mesh_of_one_worker_keeps_its_update(name):

@@ -130,7 +130,7 @@ def test_a_block_of_zeros_stays_zero(bits, norm):
     assert update[g == 1].any()
 
 
-@pytest.mark.parametrize("magnitude", [3e38, 1e-30])
+@pytest.mark.parametrize("magnitude", [1e24, 1e-30])
 def test_an_l2_norm_outside_float32s_range_is_no_problem(magnitude):
     g = np.full(64, magnitude, np.float32)
     got = draws(gcjax.qsgd_compress(8, 64, norm="l2", key=KEY), g, 200) / np.float32(magnitude)

@@ -71,7 +71,6 @@ def row(name, density, block=1, feedback=True, rare=False):
         conserves=feedback,
         rtol=1e-6,
         wire=frozenset({"s32", "f32"}),
-        infinite_at=float("inf") if feedback else 1e37,
         rare=rare,
     )
 

@@ -4,6 +4,7 @@ import pytest
 from moments_cases import CASES, net, net_data, weighted_net
 
 from gcjax import check_moments, explain_moments
+from gcjax._moments.rules.dense import Dense
 
 
 def test_check_moments_names_leaf_size_and_cure():
@@ -24,6 +25,21 @@ def test_check_moments_names_leaf_size_and_cure():
         check_moments(masked_mean)(params, {**batch, "weight": jnp.arange(6.0)})
     with pytest.raises(TypeError, match="outside jit"):
         jax.jit(check_moments(net))(params, batch)
+
+
+@pytest.mark.parametrize("planted", [lambda s: 1.5 * s, lambda s: s.astype(jnp.complex64)])
+def test_check_moments_compares_squares_and_dtypes(planted, monkeypatch):
+    right = Dense.moments
+
+    def wrong(*args):
+        total, squares = right(*args)
+        return total, planted(squares)
+
+    monkeypatch.setattr(Dense, "moments", wrong)
+    loss, params, batch = CASES["dense"]()
+    with pytest.raises(ValueError, match=r"sum_grad_squared of params\['v'\] differs .* use method='vmap'"):
+        check_moments(loss)(params, batch)
+    check_moments(loss, method="vmap")(params, batch)
 
 
 def test_explain_moments_names_rules_and_chunks():

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(gcjax.__file__).parent
 ORDER = [
     *("_version", "_types", "_jax_compat", "_validation"),
     *("_kernels", "_comm", "_core", "_sparse", "extend", "methods"),
-    *("_moments", "_training", "_planner", "gossip"),
+    *("_moments", "_training", "_planner", "gossip", "_export"),
     *("__init__", "flax", "__main__"),  # flax and __main__ are imported by users only
 ]
 # A method imports only these, so that everything it needs of the core is public in gcjax.extend.

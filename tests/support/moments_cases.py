@@ -404,6 +404,61 @@ def attention():
     return loss, params, batch_of(5, width)
 
 
+def complex_layers():
+    """Real parameters of complex products, with and without positions, each with its own way from real to complex."""
+    params = {"re": draw(3, 5, 7), "im": draw(4, 5, 7), "mix": draw(5, 7, 6), "shared": draw(6, 6, 6)}
+
+    def loss(p, batch):
+        hidden = batch["x"] @ (p["re"] + 1j * p["im"])
+        hidden = hidden * jax.nn.sigmoid(hidden.real) @ p["mix"].astype(hidden.dtype)
+        hidden = hidden @ p["shared"] + jnp.conj(hidden * jnp.exp(0.3j) @ p["shared"].T)
+        return scaled(jnp.abs(hidden), batch) + scaled(hidden.imag, batch)
+
+    return loss, params, batch_of(5)
+
+
+def complex_layers_with_positions():
+    loss, params, batch = complex_layers()
+    return loss, params, {**batch, "x": draw(1, SIZE, 4, 5)}
+
+
+def fourier_layers():
+    params = {"w": draw(3, 8, 8), "filter": draw(4, 4, 8), "phase": draw(5, 4)}
+
+    def loss(p, batch):
+        modes = jnp.fft.rfft(batch["x"] @ p["w"], axis=1) * p["filter"] * jnp.exp(1j * p["phase"])[:, None]
+        mixed = jnp.einsum("btd,de->bte", modes, p["w"])
+        return scaled(jnp.fft.irfft(mixed, axis=1), batch)
+
+    return loss, params, batch_of(6, 8)
+
+
+def complex_conv():
+    def loss(p, batch):
+        kernel = jax.lax.complex(p["re"], p["im"])
+        x = batch["x"].astype(kernel.dtype)
+        y = jax.lax.conv_general_dilated(x, kernel, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return scaled(jnp.abs(y + 1), batch)
+
+    return loss, {"re": draw(3, 3, 3, 4, 5), "im": draw(4, 3, 3, 4, 5)}, batch_of(6, 5, 4)
+
+
+def complex_rnn():
+    params = {"w": draw(3, 8, 8), "t": draw(4, 9, 8)}
+
+    def loss(p, batch):
+        tokens = p["t"].astype(complex)[batch["x"]]
+
+        def step(h, x):
+            h = h @ p["w"].astype(h.dtype) + x * jnp.exp(1j * h.real)
+            return h, h
+
+        _, hs = jax.lax.scan(step, jnp.zeros_like(tokens[:, 0]), jnp.moveaxis(tokens, 1, 0))
+        return scaled(jnp.abs(jnp.moveaxis(hs, 0, 1) + 1), batch)
+
+    return loss, params, batch_of_tokens()
+
+
 CASES = {
     "dense": dense,
     "dense with positions": dense_with_positions,
@@ -455,4 +510,9 @@ CASES = {
     "custom rules that start from something": custom_rules_that_start_from_something,
     "control flow and sorts": control_flow_and_sorts,
     "attention": attention,
+    "complex layers": complex_layers,
+    "complex layers with positions": complex_layers_with_positions,
+    "fourier layers": fourier_layers,
+    "complex conv": complex_conv,
+    "complex rnn": complex_rnn,
 }

@@ -1,8 +1,8 @@
 """Linear operations between a sink and its parameter.
 
 An `Entrywise` operation moves or scales single entries, so it commutes with squaring: it is applied to the sum as it
-is, and to the sum of squares with its factor squared. A `Mixed` operation adds entries, and must see each sample's
-gradient.
+is, and to the sum of squares with its factor squared. A `RealPart` and a `Mixed` operation, which adds entries, do not
+commute with it, and must see each sample's gradient.
 """
 
 from collections.abc import Callable
@@ -88,6 +88,15 @@ class Entrywise(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class RealPart(Operation):
+    """The real or imaginary part of a complex gradient, of which the squares are taken, sample by sample."""
+
+    @property
+    def rule(self) -> str:
+        return f"complex {self.child.rule}"
+
+
+@dataclass(frozen=True, eq=False)
 class Mixed(Operation):
     """An operation that mixes the entries of a weight's gradient, as in the gradient of a low-rank factor.
 
@@ -98,6 +107,14 @@ class Mixed(Operation):
     @property
     def rule(self) -> str:
         return f"mixed {self.child.rule}"
+
+
+def is_real_part(eqn: JaxprEqn) -> bool:
+    """Whether the equation makes real numbers of complex ones, entry by entry and linearly."""
+    if eqn.primitive.name not in ("convert_element_type", "real", "imag"):
+        return False
+    before, after = (jnp.issubdtype(aval(x).dtype, jnp.complexfloating) for x in (eqn.invars[0], eqn.outvars[0]))
+    return before and not after
 
 
 def entrywise_operand(eqn: JaxprEqn, scope: Scope) -> int | None:

@@ -1,0 +1,260 @@
+"""Loss and compressed gradient of global arrays, for training steps that leave the partitioning to `jax.jit`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
+from gcjax._jax_compat import constrain, varying_axes
+from gcjax._kernels.layout import check_is_array, path_name
+from gcjax._moments import value_and_moments
+from gcjax._training.checks import check_batch
+from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
+from gcjax._training.sharding import as_local, init_sharded, place, state_specs
+from gcjax._training.step import checked_axes
+from gcjax._types import Array, AxisNames, PyTree
+from gcjax._validation import check_random_key
+
+
+def compressed_value_and_grad(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    axis_name: AxisNames = "data",
+    has_aux: bool = False,
+    moments: Callable[..., Any] | None = value_and_moments,
+    param_specs: PyTree = None,
+) -> "CompressedGrad":
+    """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
+
+    For a training step under plain `jax.jit`, with a batch that is sharded by a `NamedSharding`. There `jax.grad`
+    all-reduces the gradient densely before any optimiser sees it. This computes each worker's gradient by itself,
+    exchanges it through `tx`, and returns the mean. The optimiser, clipping and the rest of the step stay as they are
+    and see global arrays:
+
+        value_and_grad = gcjax.compressed_value_and_grad(loss_fn, gcjax.variance_compress(axis_name="data"), mesh)
+        compression = value_and_grad.init(params)
+
+        @jax.jit
+        def train_step(params, opt_state, compression, batch):
+            loss, grads, compression = value_and_grad(params, compression, batch)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, compression, loss
+
+    Only `axis_name` is manual (`jax.shard_map`) while the loss runs. All other axes of the mesh are left to JAX as
+    before: parameters and activations may be sharded over them, by sharding constraints or by explicit types, and the
+    batch too (FSDP). Axes may be Auto or Explicit, inside `jax.set_mesh` or outside.
+
+    With JAX 0.10.2 XLA aborts ("Check failed: partition_group_list") on embedding look-ups where the mesh has two
+    further automatic axes of several devices and shards both the table and the batch over them. Then shard the batch
+    over `axis_name` only.
+
+    The mean of the workers' losses is the loss of the batch only if each worker's part weighs the same. A mean over
+    the tokens that a mask leaves, for example, divides by each worker's own count.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`. It sees one worker's part of the batch
+        and returns the mean over it; with `moments` it sees one sample at a time, as a batch of size 1. Everything
+        that belongs to samples must come in through `batch`: what the loss closes over is the same on all workers.
+      tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
+        (`gcjax.per_worker`) and a compressor. The optimiser does not belong into it.
+      mesh: the devices.
+      axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`. The leading axis of the batch is
+        split over them.
+      has_aux: whether the loss returns auxiliary output. Leaves whose leading axis is the batch come back as global
+        arrays, sharded like the batch. Other floating leaves are averaged over the workers, with a dense all-reduce:
+        BatchNorm statistics, for example, which each worker computes from its own part.
+      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
+        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      param_specs: how the parameters are sharded over the other axes, `PartitionSpec`s in a pytree like the parameters
+        or a prefix of it; None if they are not. Each shard is compressed where it lives.
+
+    Returns:
+      `fn(params, state, batch, *, key=None) -> value, grads, state`, to be called under `jax.jit`; `value` is the loss,
+      a float32 scalar, or `(loss, aux)`. `grads` are like the parameters, replicated or sharded by `param_specs`. With
+      a `key` the loss is called with `key=`, other keys for each worker (and sample, with `moments`), as dropout needs.
+      `fn.init(params)` makes `state` on the mesh: `tx`'s, per worker, sharded as `gcjax.state_specs` says. Keep it in
+      the checkpoint beside the optimiser's. `gcjax.info(state)` says what was sent.
+
+    Raises:
+      ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
+        are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly.
+      TypeError: from `init` and `fn`, a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is
+        not floating and differs between workers.
+
+    Example:
+      >>> import gcjax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> fn = compressed_value_and_grad(lambda w, x: jnp.mean(x @ w), gcjax.dense_compress(axis_name="data"), mesh)
+      >>> w, x = jnp.ones(2), jnp.array([[1.0, 0.0], [3.0, 2.0]])
+      >>> loss, grad, state = jax.jit(fn)(w, fn.init(w), x)
+      >>> print(loss, grad)
+      3.0 [2. 1.]
+    """
+    axes = checked_axes(mesh, axis_name, 1)
+    param_specs = PartitionSpec() if param_specs is None else param_specs
+    for spec in jax.tree.leaves(param_specs, is_leaf=_is_spec):
+        _check_param_spec(spec, mesh, axes)
+    gradient = batch_gradient(uniform_loss(loss_fn, has_aux), moments, has_aux, axes)
+    return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
+
+
+def _check_param_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    named = {name for entry in spec for name in axis_tuple(entry)}
+    if unknown := sorted(named - set(mesh.shape)):
+        raise ValueError(f"param_specs has {spec}, but the mesh has no axis {unknown}, only {tuple(mesh.shape)}")
+    if both := sorted(named & set(axes)):
+        raise ValueError(
+            f"param_specs has {spec}, which shards over {both}, an axis of the workers: all workers must have the same "
+            "parameters. Leave the axis out of axis_name and of the compressor; the batch may stay sharded over it, "
+            "and JAX averages over it densely"
+        )
+
+
+class CompressedGrad:
+    """What `compressed_value_and_grad` returns."""
+
+    def __init__(
+        self,
+        gradient: GradientFn,
+        tx: optax.GradientTransformationExtraArgs,
+        mesh: jax.sharding.Mesh,
+        axes: tuple[str, ...],
+        has_aux: bool,
+        param_specs: PyTree,
+    ) -> None:
+        self._gradient, self._tx = gradient, tx
+        self._mesh, self._axes, self._has_aux, self._param_specs = mesh, axes, has_aux, param_specs
+        self._workers = math.prod(mesh.shape[axis] for axis in axes)
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state of `tx` before the first step, on the mesh."""
+        self._check_sharding(params)
+        specs = jax.tree.leaves(self._param_specs, is_leaf=_is_spec)
+        if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
+            return init_sharded(self._tx, params, self._mesh, self._param_specs)
+        return place(self._tx.init(params), self._mesh)
+
+    def __call__(
+        self, params: PyTree, state: PyTree, batch: PyTree, *, key: Array | None = None
+    ) -> tuple[Any, PyTree, PyTree]:
+        """Loss (and aux), compressed gradient and new state. Call it under `jax.jit`."""
+        if key is not None:
+            check_random_key("key", key)
+        self._check_sharding(params)
+        check_batch(batch, self._workers)
+        split, whole = PartitionSpec(self._axes), PartitionSpec()
+        local = jax.shard_map(
+            self._local_gradient,
+            mesh=self._mesh,
+            axis_names=set(self._axes),
+            in_specs=(whole, split, whole),
+            out_specs=(whole, split, split, whole),
+        )
+        loss, stacked, of_samples, averaged = local(params, jax.tree.map(self._split_over_workers, batch), key)
+        # In a second shard_map, over all axes, each shard of the parameters is compressed by itself.
+        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=_is_spec)
+        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=_is_spec)
+        specs = state_specs(state, params, param_specs)
+        grads, state = jax.shard_map(
+            self._compress,
+            mesh=self._mesh,
+            in_specs=((stacked_specs, None if stacked[1] is None else stacked_specs), specs, param_specs),
+            out_specs=(param_specs, specs),
+        )(stacked, state, params)
+        if not self._has_aux:
+            return loss, grads, state
+        aux = jax.tree.map(lambda x, y: y if x is None else x, of_samples, averaged, is_leaf=lambda x: x is None)
+        return (loss, aux), grads, state
+
+    def _split_over_workers(self, x: Array) -> Array:
+        """A leaf of the batch, which along explicit axes must be sharded before `jax.shard_map` takes it."""
+        kinds = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
+        if all(kinds[axis] != AxisType.Explicit for axis in self._axes):
+            return x
+        others = [
+            [axis for axis in axis_tuple(entry) if axis not in self._axes] for entry in jax.typeof(x).sharding.spec
+        ]
+        return constrain(
+            x, NamedSharding(self._mesh, PartitionSpec((*self._axes, *others[0]), *map(tuple, others[1:])))
+        )
+
+    def _local_gradient(
+        self, params: PyTree, batch: PyTree, key: Array | None
+    ) -> tuple[Array, tuple[PyTree, PyTree], PyTree, PyTree]:
+        """One worker's loss, its (gradient, squares) with a leading axis of 1, and its aux in two trees."""
+        params = as_local(params, self._axes)
+        key = None if key is None else jax.random.fold_in(key, worker_index(self._axes))
+        found = self._gradient(params, Inputs(batch, key))
+        stacked = jax.tree.map(lambda x: x[None], (found.gradient, found.squares))
+        of_samples = averaged = None
+        if self._has_aux:
+            has_batch = self._has_batch_axis(found.aux, params, batch, key)
+            of_samples = jax.tree.map(lambda x, own: x if own else None, found.aux, has_batch)
+            averaged = jax.tree_util.tree_map_with_path(
+                lambda path, x, own: None if own else self._mean_over_workers(path, x), found.aux, has_batch
+            )
+        return dense_mean(found.loss, self._axes), stacked, of_samples, averaged
+
+    def _compress(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        grad, squares = jax.tree.map(lambda x: x[0], stacked)
+        extra = {} if squares is None else {"sum_grad_squared": squares}
+        grads, state = self._tx.update(grad, state, params, **extra)
+        if differing := sorted(varying_axes(grads) & set(self._axes)):
+            raise ValueError(
+                f"tx leaves the gradients of the workers along {differing} different: its compressor must name "
+                f"axis_name={self._axes}, all of the axes that compressed_value_and_grad was given"
+            )
+        return grads, state
+
+    def _has_batch_axis(self, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:
+        """For each leaf of aux, whether its leading axis grows with the batch."""
+
+        def longer(params, batch, key):
+            return self._gradient(params, Inputs(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), key)).aux
+
+        return jax.tree.map(lambda x, y: x.shape != y.shape, aux, jax.eval_shape(longer, params, batch, key))
+
+    def _mean_over_workers(self, path: tuple, x: Array) -> Array:
+        if not varying_axes(x) & set(self._axes):
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"aux leaf {path_name(path)} is {x.dtype}{list(x.shape)} and differs between workers, but has no batch "
+                "axis: return one value for each sample, or a mean of floating-point dtype"
+            )
+        # XLA for CPUs aborts on all-reduces of 16 bits where only some axes are manual.
+        return dense_mean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), self._axes).astype(x.dtype)
+
+    def _check_sharding(self, params: PyTree) -> None:
+        """Raise where parameters are seen to be sharded otherwise than said. Tracers show only explicit axes."""
+
+        def check(path, x, spec):
+            check_is_array(path, x)
+            sharding = x.sharding if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
+            sharding = jax.typeof(x).sharding if sharding is None else sharding
+            if not isinstance(sharding, NamedSharding):
+                return
+            seen, said = (self._dimensions(s) for s in (sharding.spec, spec))
+            if seen and seen != said:
+                raise ValueError(
+                    f"the parameter {path_name(path)} is sharded as {sharding.spec}, but param_specs says {spec} for "
+                    "it: pass param_specs=jax.tree.map(lambda x: x.sharding.spec, params)"
+                )
+
+        specs = jax.tree.broadcast(self._param_specs, params, is_leaf=_is_spec)
+        jax.tree_util.tree_map_with_path(check, params, specs)
+
+    def _dimensions(self, spec: PartitionSpec) -> list:
+        """The dimensions that are really sharded, and over which axes."""
+        return sharded_dimensions(spec, tuple(name for name, size in self._mesh.shape.items() if size > 1))
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, PartitionSpec)

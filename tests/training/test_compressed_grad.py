@@ -1,0 +1,244 @@
+"""The compressed gradient of global arrays: steps under plain jax.jit, with axes of every type."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import mesh_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from wire import along, collectives
+
+import gcjax
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPES = {"a": (6, 8), "b": (8, 4), "c": (4,)}
+SPECS = {"a": P(None, "model"), "b": P("model"), "c": P()}
+TX = {"values": "float32", "capacity": 128}
+
+
+def params_of():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in SHAPES.items()}
+
+
+def batch_of(size, seed=1):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(size, 6)).astype(np.float32), "y": rng.normal(size=(size, 4)).astype(np.float32)}
+
+
+def loss_fn(params, batch, out_sharding=None):
+    hidden = jnp.tanh(batch["x"] @ params["a"])
+    out = jnp.einsum("bh,ho->bo", hidden, params["b"], out_sharding=out_sharding) + params["c"]
+    return jnp.mean(jnp.sum(jnp.square(out - batch["y"]), axis=-1))
+
+
+def on(mesh, tree, spec):
+    return jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), spec))
+
+
+def trained(fn, mesh, params, batches, inside=False):
+    """Parameters after steps of a jitted loop with the optimiser outside, on global arrays; and the last state."""
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def train_step(params, opt_state, compression, batch):
+        loss, grads, compression = fn(params, compression, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, compression, loss
+
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        compression, opt_state = fn.init(params), optimizer.init(params)
+        for batch in batches:
+            batch = on(mesh, batch, P("data"))
+            params, opt_state, compression, loss = jax.block_until_ready(
+                train_step(params, opt_state, compression, batch)
+            )
+        info = gcjax.info(compression)
+    return jax.tree.map(np.asarray, (params, loss)), info
+
+
+@functools.cache
+def expected(compress):
+    """The same steps by `make_train_step`, on four workers."""
+    tx = optax.chain(compress("data"), optax.adam(1e-2))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))
+    state = step.init(params_of())
+    for seed in range(3):
+        state, metrics = step(state, batch_of(16, seed))
+    return jax.tree.map(np.asarray, state.params), np.mean(metrics.loss), gcjax.info(state.opt_state)
+
+
+def variance(axis):
+    return gcjax.variance_compress(1.0, axis_name=axis, **TX)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside set_mesh", "inside set_mesh"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    fn = gcjax.compressed_value_and_grad(loss_fn, variance("data"), mesh)
+    params = on(mesh, params_of(), P())
+    (params, loss), info = trained(fn, mesh, params, [batch_of(16, seed) for seed in range(3)], inside)
+    want, want_loss, want_info = expected(variance)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, want)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    np.testing.assert_array_equal(info.sent, want_info.sent)
+    assert 0 < info.sent.sum() < 4 * 84
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside set_mesh", "inside set_mesh"])
+@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
+    loss = functools.partial(loss_fn, out_sharding=P() if kinds[1] == EXPLICIT else None)
+    tx = gcjax.dense_compress(axis_name="data")
+    fn = gcjax.compressed_value_and_grad(loss, tx, mesh, param_specs=SPECS)
+    params = on(mesh, params_of(), SPECS)
+    (params, _), info = trained(fn, mesh, params, [batch_of(16, seed) for seed in range(3)], inside)
+    want, _, _ = expected(lambda axis: gcjax.dense_compress(axis_name=axis))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, want)
+    assert len(info.sent) == 8  # each shard of each worker for itself
+    assert info.sent[0] == 6 * 4 + 4 * 4 + 4
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_workers_may_have_a_fast_axis(kind):
+    mesh = jax.make_mesh((2, 4), ("host", "chip"), (kind, kind))
+    axes = ("host", "chip")
+    tx = gcjax.ef_sign_compress(axis_name="host", inner_axis_name="chip")
+    fn = gcjax.compressed_value_and_grad(loss_fn, tx, mesh, axis_name=axes, moments=None)
+    step = gcjax.make_train_step(loss_fn, optax.chain(tx, optax.sgd(1.0)), mesh, axis_name=axes, moments=None)
+    params, batch = on(mesh, params_of(), P()), on(mesh, batch_of(16), P(axes))
+    _, grads, _ = jax.jit(fn)(params, fn.init(params), batch)
+    state, _ = step(step.init(params_of()), batch)
+    moved = jax.tree.map(lambda before, after: before - np.asarray(after), params_of(), state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, moved)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_batch_may_be_sharded_over_further_axes(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (kind, kind))
+
+    def loss(w, x):
+        w = jax.reshard(w, P()) if kind == EXPLICIT else w
+        return jnp.mean(jnp.sum(jnp.tanh(x @ w), -1) ** 2)
+
+    fn = gcjax.compressed_value_and_grad(loss, gcjax.dense_compress(axis_name="data"), mesh, param_specs=P("fsdp"))
+    w, x = params_of()["a"], batch_of(16)["x"]
+    placed = on(mesh, w, P("fsdp")), on(mesh, x, P(("data", "fsdp")))
+    value, grad, _ = jax.jit(fn)(placed[0], fn.init(placed[0]), placed[1])
+    expected = jax.value_and_grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(x @ w), -1) ** 2))(w)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grad, expected[1], rtol=1e-4, atol=1e-6)
+    assert grad.addressable_shards[0].data.shape == (3, 8)
+
+
+def test_only_compressed_messages_cross_the_workers_axis():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, AUTO))
+    tx = gcjax.top_k_compress(0.05, axis_name="data")
+    fn = gcjax.compressed_value_and_grad(loss_fn, tx, mesh, moments=None, param_specs=SPECS)
+    params, batch = on(mesh, params_of(), SPECS), on(mesh, batch_of(16), P("data"))
+    state = fn.init(params)
+    compiled = jax.jit(fn).lower(params, state, batch).compile()
+    _, grads, state = compiled(params, state, batch)
+    assert grads["a"].sharding.spec == P(None, "model")
+    moved = collectives(along(compiled.as_text(), mesh, ("data",)), 4)
+    assert sum(c.ring_bytes for c in moved) == gcjax.info(state).wire_bytes + 6  # 2 * 3/4 * 4 bytes: the mean loss
+
+
+def aux_loss(params, batch, key=None):
+    loss = loss_fn(params, batch)
+    noise = 0.0 if key is None else jax.random.normal(key)
+    aux = {
+        "logits": batch["x"] @ params["a"],  # of the batch's size
+        "mean": jnp.mean(batch["x"], axis=0),  # as BatchNorm's statistics
+        "noise": jnp.broadcast_to(noise, batch["x"].shape[:1]),
+        "steps": jnp.int32(7),
+    }
+    return loss, aux
+
+
+@pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_aux_comes_back_whole_or_averaged(kind, moments):
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    tx = gcjax.dense_compress(axis_name="data")
+    fn = gcjax.compressed_value_and_grad(aux_loss, tx, mesh, has_aux=True, moments=moments)
+    params, batch = on(mesh, params_of(), P()), on(mesh, batch_of(6 * 4), P("data"))  # 6: also a length of "mean"
+    (loss, aux), grads, _ = jax.jit(fn)(params, fn.init(params), batch, key=jax.random.key(0))
+    (want_loss, want), want_grads = jax.value_and_grad(aux_loss, has_aux=True)(params_of(), batch_of(6 * 4))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    for name in ("logits", "mean", "steps"):
+        np.testing.assert_allclose(aux[name], want[name], rtol=1e-4, atol=1e-6)
+    assert aux["logits"].sharding.spec[0] == "data"
+    assert len(np.unique(aux["noise"])) == (4 if moments is None else 24)  # keys of workers, or of samples
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
+
+
+def test_bfloat16_parameters_and_aux_work():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, AUTO))
+
+    def loss(params, batch):
+        value = loss_fn(params, batch).astype(jnp.bfloat16)
+        return value, value
+
+    fn = gcjax.compressed_value_and_grad(loss, variance("data"), mesh, has_aux=True, param_specs=SPECS)
+    params = on(mesh, jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params_of()), SPECS)
+    (value, aux), grads, _ = jax.jit(fn)(params, fn.init(params), on(mesh, batch_of(16), P("data")))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    assert (value.dtype, aux.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(value, aux.astype(jnp.float32), rtol=0.01)
+
+
+def counting_loss(params, batch):
+    return loss_fn(params, batch), {"right": jnp.sum(batch["x"] > 0)}
+
+
+def call(loss=loss_fn, batch=16, compressor_axis="data", **options):
+    """Trace the function, for the errors that it raises."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, EXPLICIT))
+    tx = gcjax.dense_compress(axis_name=compressor_axis)
+    fn = gcjax.compressed_value_and_grad(loss, tx, mesh, moments=None, **options)
+    jax.eval_shape(fn, params_of(), fn.init(params_of()), batch_of(batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": counting_loss, "has_aux": True}, TypeError, r"aux leaf \['right'\] is int32\[\] and differs between"),
+        ({"batch": 18}, ValueError, r"batch leaf \['x'\] has shape \(18, 6\).*multiple of 4 = 4 workers"),
+        ({"axis_name": "other"}, ValueError, "must name axes of the mesh"),
+        ({"param_specs": {"a": P("data")}}, ValueError, r"shards over \['data'\], an axis of the workers"),
+        (
+            {"compressor_axis": None},
+            ValueError,
+            r"along \['data'\] different: its compressor must name axis_name=\('data',\)",
+        ),
+        ({"param_specs": P("row")}, ValueError, r"the mesh has no axis \['row'\]"),
+    ],
+)
+def test_likely_mistakes_raise(options, error, message):
+    with pytest.raises(error, match=message):
+        call(**options)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_shards_that_param_specs_does_not_say_raise(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AUTO, kind))
+    fn = gcjax.compressed_value_and_grad(loss_fn, gcjax.dense_compress(axis_name="data"), mesh)
+    message = (
+        r"parameter \['a'\] is sharded as P\(None, 'model'\), but param_specs says P\(\) for it: pass param_specs="
+    )
+    with pytest.raises(ValueError, match=message):
+        fn.init(on(mesh, params_of(), SPECS))
+    if kind == EXPLICIT:  # seen in jit, too
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(fn, on(mesh, params_of(), SPECS), fn.init(params_of()), batch_of(16))
+    other = jax.make_mesh((8, 1), ("data", "model"), (AUTO, kind))  # an axis of one device shards nothing
+    fn = gcjax.compressed_value_and_grad(loss_fn, gcjax.dense_compress(axis_name="data"), other)
+    fn.init(on(other, params_of(), SPECS))
