@@ -264,11 +264,13 @@ def _is_masked(node: PyTree) -> bool:
 
 
 def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
-    """`optax.masked` and `optax.partition` hide leaves of the updates but not of extra arguments. Hide the same."""
-    masked: object = jax.tree.structure(updates, is_leaf=_is_masked)
-    if tree is None or masked != jax.tree.structure(tree):
+    """`optax.masked` and `optax.partition` hide parts of the updates but not of extra arguments. Hide the same."""
+    if tree is None:
+        return None
+    try:
+        return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
+    except ValueError:  # of another structure: `_check_inputs` says so
         return tree
-    return jax.tree.map(lambda u, x: u if _is_masked(u) else x, updates, tree, is_leaf=_is_masked)
 
 
 def _check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_squared: PyTree) -> None:

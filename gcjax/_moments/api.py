@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gcjax import _jax_compat
 from gcjax._moments.compute import compute_moments
-from gcjax._moments.problem import MAX_BYTES, Options, Problem, make_problem
+from gcjax._moments.problem import MAX_BYTES, Options, make_problem
 from gcjax._types import PyTree
 
 
@@ -108,7 +108,7 @@ def value_and_moments(
         (grad, squares), (values, aux) = compute_moments(problem)
         grad = jax.tree.map(lambda g, p: g.astype(p.dtype), grad, problem.params)
         value = (jnp.mean if reduction == "mean" else jnp.sum)(values, axis=0)
-        return ((value, _whole_batch_aux(aux, problem)) if has_aux else value), (grad, squares)
+        return ((value, whole_batch_aux(aux, problem.aux_like)) if has_aux else value), (grad, squares)
 
     if sample_axis is not None:
         compute = functools.partial(_jax_compat.without_mesh_types, compute)
@@ -120,8 +120,8 @@ def value_and_moments(
     return moments
 
 
-def _whole_batch_aux(stacked: PyTree, problem: Problem) -> PyTree:
-    """Bring aux of all groups, `[groups, ...]`, to the shapes that loss_fn returns for the whole batch."""
+def whole_batch_aux(stacked: PyTree, aux_like: PyTree) -> PyTree:
+    """Bring aux of all groups, `[groups, ...]`, to the shapes `aux_like` that loss_fn returns for the whole batch."""
 
     def merge(a, like):
         if a.shape[1:] != like.shape:
@@ -131,4 +131,4 @@ def _whole_batch_aux(stacked: PyTree, problem: Problem) -> PyTree:
         # The mean of equal values, such as running statistics under sample_axis, could differ in the last bit.
         return jnp.where(jnp.all(a == a[0], axis=0), a[0], jnp.mean(a, axis=0))
 
-    return jax.tree.map(merge, stacked, problem.aux_like)
+    return jax.tree.map(merge, stacked, aux_like)

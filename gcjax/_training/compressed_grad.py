@@ -13,7 +13,8 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
-from gcjax._training.gradients import BatchGradient, batch_gradient, check_batch
+from gcjax._training.checks import check_batch
+from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.sharding import as_local, init_sharded, place, state_specs
 from gcjax._training.step import checked_axes
 from gcjax._types import Array, AxisNames, PyTree
@@ -100,7 +101,7 @@ def compressed_value_and_grad(
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in jax.tree.leaves(param_specs, is_leaf=_is_spec):
         _check_param_spec(spec, mesh, axes)
-    gradient = batch_gradient(loss_fn, moments, has_aux=has_aux)
+    gradient = batch_gradient(uniform_loss(loss_fn, has_aux), moments, has_aux, axes)
     return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
 
 
@@ -121,7 +122,7 @@ class CompressedGrad:
 
     def __init__(
         self,
-        gradient: Callable[..., BatchGradient],
+        gradient: GradientFn,
         tx: optax.GradientTransformationExtraArgs,
         mesh: jax.sharding.Mesh,
         axes: tuple[str, ...],
@@ -190,7 +191,7 @@ class CompressedGrad:
         """One worker's loss, its (gradient, squares) with a leading axis of 1, and its aux in two trees."""
         params = as_local(params, self._axes)
         key = None if key is None else jax.random.fold_in(key, worker_index(self._axes))
-        found = self._gradient(params, batch, None, key)
+        found = self._gradient(params, Inputs(batch, key))
         stacked = jax.tree.map(lambda x: x[None], (found.gradient, found.squares))
         of_samples = averaged = None
         if self._has_aux:
@@ -216,7 +217,7 @@ class CompressedGrad:
         """For each leaf of aux, whether its leading axis grows with the batch."""
 
         def longer(params, batch, key):
-            return self._gradient(params, jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), None, key).aux
+            return self._gradient(params, Inputs(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), key)).aux
 
         return jax.tree.map(lambda x, y: x.shape != y.shape, aux, jax.eval_shape(longer, params, batch, key))
 

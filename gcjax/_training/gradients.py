@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gcjax._jax_compat import zeros
-from gcjax._kernels.layout import path_name
+from gcjax._jax_compat import tracks_variation, varying_axes, zeros
+from gcjax._moments.api import whole_batch_aux
+from gcjax._training.frozen import merge_params
 from gcjax._training.sharding import as_local
 from gcjax._types import Array, PyTree
 
@@ -19,59 +20,122 @@ class BatchGradient(NamedTuple):
       loss: float32, mean over the samples.
       gradient: a pytree like the parameters.
       squares: `sum_grad_squared`, a pytree like the parameters; None without moments.
-      aux: what the loss returned beside its value, such as a model state; None if it returned nothing.
+      model_state: as the loss returned it; None if it has none.
+      aux: as the loss returned it; None if it has none.
     """
 
     loss: Array
     gradient: PyTree
     squares: PyTree
+    model_state: PyTree
     aux: PyTree
 
 
-GradientFn = Callable[[PyTree, PyTree, PyTree, Array | None], BatchGradient]  # of params, batch, model_state, key
+class Inputs(NamedTuple):
+    """What a loss is computed from, beside the parameters that are trained.
 
-
-def batch_gradient(
-    loss_fn: Callable[..., Any], moments: Callable[..., Any] | None, *, has_aux: bool = False
-) -> GradientFn:
-    """The function from parameters and batch to a `BatchGradient`. `loss_fn`, `moments`: see `make_train_step`.
-
-    `has_aux`: whether the loss returns something beside its value even if it gets no model state.
+    Attributes:
+      batch: a pytree, split over the samples.
+      key: random key or None. Under moments: one for each sample.
+      model_state: a pytree, shared by the samples, or None.
+      frozen: the other parameters, shared by the samples.
     """
 
-    def gradient(params: PyTree, batch: PyTree, model_state: PyTree, key: Array | None) -> BatchGradient:
-        has_state = model_state is not None
-        returns_aux = has_state or has_aux
+    batch: PyTree
+    key: Array | None = None
+    model_state: PyTree = None
+    frozen: PyTree = None
 
-        def loss(params, inputs):
-            batch, key, model_state = inputs
-            options = {} if key is None else {"key": key if moments is None else key[0]}
-            if has_state:
-                options["model_state"] = model_state
-            return loss_fn(params, batch, **options)
 
-        squares = None
+Loss = Callable[[PyTree, Inputs], tuple[Array, tuple[PyTree, PyTree]]]  # to (loss, (model_state, aux))
+GradientFn = Callable[[PyTree, Inputs], BatchGradient]  # both of the trained parameters
+
+
+def uniform_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
+    """`loss_fn` with the same arguments and results in every case, and with its results checked."""
+
+    def loss(trained: PyTree, inputs: Inputs) -> tuple[Array, tuple[PyTree, PyTree]]:
+        options = {} if inputs.key is None else {"key": inputs.key}
+        if inputs.model_state is not None:
+            options["model_state"] = inputs.model_state
+        out = loss_fn(merge_params(trained, inputs.frozen), inputs.batch, **options)
+        parts = ["loss", *["model_state"] * (inputs.model_state is not None), *["aux"] * has_aux]
+        if len(parts) == 1:
+            out = (out,)
+        if not isinstance(out, tuple) or len(out) != len(parts):
+            raise TypeError(f"loss_fn must return ({', '.join(parts)}), got {_kind(out)}. {_RETURNS}")
+        found = dict(zip(parts, out, strict=True))
+        model_state = found.get("model_state")
+        _check_loss_value(found["loss"])
+        _check_model_state(inputs.model_state, model_state)
+        return found["loss"], (model_state, found.get("aux"))
+
+    return loss
+
+
+_RETURNS = "It returns model_state if init got one, and aux with make_train_step(has_aux=True)"
+
+
+def _kind(out: object) -> str:
+    return f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+
+
+def _check_loss_value(value: Any) -> None:
+    if isinstance(value, tuple | list | dict):
+        raise TypeError(f"loss_fn must return one scalar, got {_kind(value)}. {_RETURNS}")
+    if jnp.shape(value) != ():
+        raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(value)}; take the mean over the samples")
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(f"loss_fn must return a real floating scalar, got dtype {jnp.result_type(value)}")
+
+
+def _check_model_state(old: PyTree, new: PyTree) -> None:
+    got, returned = (jax.tree.map(jnp.shape, tree) for tree in (old, new))
+    if jax.tree.flatten(got) != jax.tree.flatten(returned):
+        raise ValueError(
+            f"loss_fn got a model_state with the shapes {got} and returned one with {returned}; they must agree"
+        )
+
+
+def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool, axes: tuple[str, ...]) -> GradientFn:
+    """The function from parameters and batch to a `BatchGradient`.
+
+    Args:
+      loss: of `uniform_loss`.
+      moments, has_aux: see `make_train_step`.
+      axes: of the workers.
+    """
+
+    def of_sample(trained: PyTree, inputs: tuple) -> Any:  # a batch of one sample, with one key
+        batch, keys, model_state, frozen = inputs
+        out = loss(trained, Inputs(batch, None if keys is None else keys[0], model_state, frozen))
+        return out if has_aux or model_state is not None else out[0]
+
+    def gradient(trained: PyTree, inputs: Inputs) -> BatchGradient:
+        squares, rest = None, (None, None)
         if moments is None:
-            out, grad = jax.value_and_grad(loss, has_aux=returns_aux)(params, (batch, key, model_state))
+            (value, rest), grad = jax.value_and_grad(loss, has_aux=True)(trained, inputs)
         else:
+            batch, key, model_state, frozen = inputs
             keys = None if key is None else jax.random.split(key, jax.tree.leaves(batch)[0].shape[0])
-            value_and_moments = moments(loss, has_aux=returns_aux, in_axes=(0, 0, None))
-            out, (grad, squares) = value_and_moments(params, (batch, keys, model_state))
-        value, aux = out if returns_aux else (out, None)
-        return BatchGradient(value.astype(jnp.float32), grad, squares, aux)
+            returns_more = has_aux or model_state is not None
+            value_and_moments = moments(of_sample, has_aux=returns_more, in_axes=(0, 0, None, None))
+            value, (grad, squares) = value_and_moments(trained, (batch, keys, model_state, frozen))
+            if returns_more:
+                value, rest = value
+        _reject_averaged(value, axes)
+        return BatchGradient(value.astype(jnp.float32), grad, squares, *rest)
 
     return gradient
 
 
-def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
-    """Raise ValueError unless every leaf of a global batch can be split into equal parts."""
-    parts = workers * accumulate
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not leaf.ndim or leaf.shape[0] == 0 or leaf.shape[0] % parts:
-            raise ValueError(
-                f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive multiple of "
-                f"{parts} = {workers} workers * accumulate={accumulate}"
-            )
+def _reject_averaged(loss: Array, axes: tuple[str, ...]) -> None:
+    averaged = sorted(set(axes) - varying_axes(loss)) if tracks_variation(axes) else []
+    if averaged:
+        raise ValueError(
+            f"the loss is equal on all workers along {averaged}: loss_fn averages or sums over them itself, and its "
+            "gradient would not be the worker's own. Return the mean over the worker's own batch, without jax.lax.pmean"
+        )
 
 
 def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...]) -> GradientFn:
@@ -79,25 +143,26 @@ def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...]) -> Gradien
     if parts == 1:
         return whole
 
-    def gradient(params: PyTree, batch: PyTree, model_state: PyTree, key: Array | None) -> BatchGradient:
-        batch = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
-        keys = None if key is None else jax.random.split(key, parts)
-        shapes = jax.eval_shape(whole, params, jax.tree.map(lambda x: x[0], batch), model_state, key)
+    def gradient(trained: PyTree, inputs: Inputs) -> BatchGradient:
+        batch = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), inputs.batch)
+        keys = None if inputs.key is None else jax.random.split(inputs.key, parts)
+        shapes = jax.eval_shape(whole, trained, inputs._replace(batch=jax.tree.map(lambda x: x[0], batch)))
 
         def zeros_like(tree):
-            return jax.tree.map(lambda s, p: zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32), p), tree, params)
+            return jax.tree.map(lambda s, p: zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32), p), tree, trained)
 
         def add(carry, part):
             sums, model_state = carry
-            *new, model_state = whole(params, part[0], model_state, part[1])
-            return (jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, tuple(new)), model_state), None
+            *new, model_state, aux = whole(trained, Inputs(part[0], part[1], model_state, inputs.frozen))
+            return (jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, tuple(new)), model_state), aux
 
         squares = None if shapes.squares is None else zeros_like(shapes.squares)
         start = as_local(jnp.float32(0), axes), zeros_like(shapes.gradient), squares
-        ((loss, grad, squares), model_state), _ = jax.lax.scan(add, (start, model_state), (batch, keys))
+        ((loss, grad, squares), model_state), aux = jax.lax.scan(add, (start, inputs.model_state), (batch, keys))
         grad = jax.tree.map(lambda g, s: (g / parts).astype(s.dtype), grad, shapes.gradient)
         # Each sample counts 1 / (parts * part size), so its square falls by parts**2.
         squares = jax.tree.map(lambda s: s / parts**2, squares)
-        return BatchGradient(loss / parts, grad, squares, model_state)
+        aux = whole_batch_aux(aux, jax.eval_shape(whole, trained, inputs).aux)
+        return BatchGradient(loss / parts, grad, squares, model_state, aux)
 
     return gradient

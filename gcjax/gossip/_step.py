@@ -67,6 +67,9 @@ class GossipStep(TrainStep):
         state = TrainState(jnp.int32(0), local, pack_leaves(opt_state, self._axes), local_model_state, key)
         return place(state, self._mesh)
 
+    def _value(self, loss: Array) -> Array:
+        return loss  # the optimisers are the workers' own, too
+
     def _local_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         local = state._replace(params=state.params.unpack(), opt_state=unpack_leaves(state.opt_state))
         new, metrics = super()._local_step(local, batch)

@@ -28,18 +28,22 @@ CHANGES = {  # by case: what the last process does differently before its first 
 }
 
 
-def make_step(mesh, options):
+def make_step(mesh, options, loss=None, **more):
     """A training step and its first state."""
     if options["density"]:
         compress = gcjax.top_k_compress(options["density"], axis_name="data")
     else:
         compress = gcjax.variance_compress(options["alpha"], capacity=options["capacity"], axis_name="data")
-    step = gcjax.make_train_step(squares_loss, optax.chain(compress, optax.sgd(0.1)), mesh)
+    step = gcjax.make_train_step(loss or squares_loss, optax.chain(compress, optax.sgd(0.1)), mesh, **more)
     return step, step.init({"w": jax.random.normal(jax.random.key(options["seed"]), 2)})
 
 
 def squares_loss(params, batch):
     return jnp.mean(jnp.square(batch[0] @ params["w"] - 1.0))
+
+
+def summed_loss(params, batch):
+    return jnp.sum(jnp.square(batch[0] @ params["w"] - 1.0))
 
 
 def own_rows(rng, rows, dtype="float32"):
@@ -66,8 +70,22 @@ def first_step(mesh, options):
 def message_of(run, *args, **kwargs):
     try:
         run(*args, **kwargs)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
+    return None
+
+
+def steps_until_stopped(mesh):
+    """How many steps are taken when the last process has bad samples only, and the parameters then."""
+    step, state = make_step(mesh, BASE, max_skipped=2)
+    own = own_rows(np.random.default_rng(0), 4)
+    if jax.process_index() == jax.process_count() - 1:
+        own[:] = np.nan
+    for taken in range(50):
+        try:
+            state = take_step(mesh, step, state, own)
+        except FloatingPointError:
+            return taken, np.asarray(state.params["w"]).tolist()
     return None
 
 
@@ -95,6 +113,9 @@ def main(port, processes, process):
     info = gcjax.info(state.opt_state)
     found["info"] = [info.sent.shape, info.residual_norm.shape, info.wire_bytes]
     found["later"] = message_of(take_step, mesh, step, state, own_rows(rng, 3 if is_last else 1))
+
+    found["sum"] = message_of(take_step, mesh, *make_step(mesh, BASE, summed_loss), own_rows(rng, 4))
+    found["stopped"] = steps_until_stopped(mesh)
 
     found["options"] = message_of(gcjax.check_agreement, mesh, options={"lr": [0.1, 0.2 + process]})
     found["function"] = message_of(gcjax.check_agreement, mesh, options={"f": main})

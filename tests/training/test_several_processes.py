@@ -17,6 +17,7 @@ from harness import mesh_of
 from wire import collectives
 
 import gcjax
+from gcjax._training.bad_steps import STEPS_AHEAD
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 3
@@ -80,6 +81,16 @@ def test_every_process_names_the_one_that_differs(case, group):
     (message,) = messages
     assert message.startswith("the processes do not agree, so no step was taken: process 2 would run something else")
     assert NAMED[case] in message
+
+
+def test_every_process_finds_the_same_fault_in_a_loss(group):
+    assert len({found["sum"] for found in group}) == 1
+    assert "loss_fn sums over its samples" in group[0]["sum"]
+
+
+def test_all_processes_stop_before_the_same_step(group):
+    start = agreement_peer.make_step(mesh_of(2), BASE)[1].params["w"]
+    assert [found["stopped"] for found in group] == [[2 + STEPS_AHEAD - 1, np.asarray(start).tolist()]] * PROCESSES
 
 
 def test_info_reports_the_own_workers(group):

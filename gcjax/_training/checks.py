@@ -1,0 +1,104 @@
+"""What a training step checks of its arguments, and of what the optimiser returns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from gcjax._comm.collectives import axis_tuple, sharded_dimensions
+from gcjax._core.per_worker import PerWorker
+from gcjax._kernels.layout import check_is_array, path_name
+from gcjax._training.bad_steps import compress_states
+from gcjax._types import PyTree
+
+
+def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
+    """Raise unless every leaf of a batch can be split over the workers and their parts.
+
+    Raises:
+      TypeError: a leaf is no array.
+      ValueError: a leaf is a scalar, empty, or its leading axis is no multiple of the number of parts.
+    """
+    parts = workers * accumulate
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not hasattr(leaf, "shape"):
+            raise TypeError(f"batch leaf {path_name(path)} is {leaf!r}, but must be an array. {_SHARED}")
+        if not leaf.shape:
+            raise ValueError(
+                f"batch leaf {path_name(path)} has shape (), but must have one entry per sample. {_SHARED}"
+            )
+        if leaf.shape[0] == 0 or leaf.shape[0] % parts:
+            raise ValueError(
+                f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
+                f"multiple of {parts} = {workers} workers * accumulate={accumulate}"
+            )
+
+
+_SHARED = (
+    "A value that all samples share may be repeated for each of them, as in np.full(len(x), value), or be part of the "
+    "model_state, or a constant of loss_fn"
+)
+
+
+def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
+    """Raise ValueError unless all per-worker state holds as many workers as the mesh."""
+    for node in jax.tree.leaves(state, is_leaf=_is_per_worker):
+        if _is_per_worker(node) and any(map(np.prod, node.shapes)):
+            workers = int(np.prod([mesh.shape[axis] for axis in node.axes]))
+            if node.workers != workers:
+                raise ValueError(
+                    f"the state holds {node.workers} workers, but the mesh has {workers} along {node.axes}. Make it "
+                    "with step.init(params), which places it on the mesh once; do not call gcjax.place on it again"
+                )
+
+
+def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
+    """Raise ValueError if a compressor exchanges nothing along the axes of the step, or not in every step."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_apply_if_finite):
+        if _is_apply_if_finite(node) and compress_states(node):
+            raise ValueError(
+                "optax.apply_if_finite stands around a compressor, which must take part in every step. Leave it out: "
+                "the training step skips bad steps by itself"
+            )
+    for compressor in compress_states(opt_state):
+        if not set(compressor.report.axes) & set(axes):
+            named = axes[0] if len(axes) == 1 else axes
+            raise ValueError(
+                f"a compressor in tx has no axis_name, so every worker would go its own way; give it "
+                f"axis_name={named!r}, the axis of the training step"
+            )
+
+
+def check_params(params: PyTree, trained: PyTree) -> None:
+    """Raise TypeError for a parameter that is no array, or that is to be trained and has no gradient."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        check_is_array(path, leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which cannot be trained; make "
+                "it part of the model_state, or freeze it with make_train_step(trainable=...)"
+            )
+
+
+def check_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError if a spec shards over no axis of the mesh, or a dimension over axes of both sorts."""
+    for _, names in sharded_dimensions(spec, tuple(mesh.shape)):
+        if set(names) & set(axes) and not set(names) <= set(axes):
+            raise ValueError(
+                f"param_specs has {spec}, which shards one dimension over {names}, some of them axes of the batch and "
+                "some not; shard different dimensions over them"
+            )
+    if unknown := {name for entry in spec for name in axis_tuple(entry)} - set(mesh.shape):
+        raise ValueError(
+            f"param_specs has {spec}, but the mesh has no axis {sorted(unknown)}, only {tuple(mesh.shape)}"
+        )
+
+
+def _is_apply_if_finite(node: object) -> bool:
+    return isinstance(node, optax.ApplyIfFiniteState)
+
+
+def _is_per_worker(node: object) -> bool:
+    return isinstance(node, PerWorker)

@@ -1,0 +1,190 @@
+"""What a training step says of arguments that do not fit, and what losses and optimisers may return and ask for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import mesh_of
+from wire import collectives
+
+import gcjax
+
+WORKERS = 4
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(16, 3)).astype(np.float32), "y": RNG.normal(size=(16, 2)).astype(np.float32)}
+
+
+def errors_of(params, batch):
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+def loss_fn(params, batch):
+    return errors_of(params, batch).mean()
+
+
+def variance():
+    return gcjax.variance_compress(axis_name="data", capacity=64)
+
+
+def adam(*before):
+    return optax.chain(*before, variance(), optax.adam(1e-2))
+
+
+def make_step(loss=loss_fn, tx=None, **options):
+    return gcjax.make_train_step(loss, adam() if tx is None else tx, mesh_of(WORKERS), **options)
+
+
+def first_step(loss=loss_fn, tx=None, batch=BATCH, **options):
+    step = make_step(loss, tx, **options)
+    return step(step.init(PARAMS), batch)
+
+
+TRANSFORMS = {  # each with what the error says, from init or the first step
+    "no axis": (
+        lambda: optax.chain(gcjax.top_k_compress(0.1), optax.adam(1e-2)),
+        r"has no axis_name, .* give it axis_name='data'",
+    ),
+    "adam before": (
+        lambda: adam(optax.adam(1e-2)),
+        r"opt_state\[0\]\[0\].mu\['b'\] would differ between workers along \['data'\].*after the comp.*per_worker",
+    ),
+    "apply_if_finite around": (lambda: optax.apply_if_finite(adam(), 3), "Leave it out: the training step skips bad"),
+}
+
+
+@pytest.mark.parametrize("case", TRANSFORMS)
+def test_transforms_in_the_wrong_place_raise(case):
+    make, says = TRANSFORMS[case]
+    with pytest.raises(ValueError, match=says):
+        first_step(tx=make(), moments=None)
+
+
+def test_transforms_that_ask_for_what_a_step_lacks_raise():
+    with pytest.raises(TypeError, match=r"tx needs what .* 'grad' and 'value_fn'\. It gets value"):
+        first_step(tx=optax.chain(variance(), optax.lbfgs()))
+
+
+@pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
+def test_a_loss_that_returns_something_else_raises(moments):
+    def with_aux(params, batch):
+        return loss_fn(params, batch), {}
+
+    cases = {
+        TypeError: [
+            (with_aux, {}, r"must return one scalar, got a tuple of 2\..*has_aux=True"),
+            (loss_fn, {"has_aux": True}, r"must return \(loss, aux\), got a"),
+            (lambda params, batch: {"loss": loss_fn(params, batch)}, {}, "must return one scalar, got a dict"),
+            (lambda params, batch: 1, {}, "must return a real floating scalar, got dtype int32"),
+        ],
+        ValueError: [
+            (lambda params, batch: errors_of(params, batch).mean(1), {}, "must return a scalar, got shape"),
+            (lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"), {}, r"equal .* along \['data'\]"),
+        ],
+    }
+    for error, losses in cases.items():
+        for loss, options, says in losses:
+            with pytest.raises(error, match=says):
+                first_step(loss, moments=moments, **options)
+
+
+def test_model_state_must_keep_its_shapes():
+    step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), {"n": jnp.zeros(2)}))
+    with pytest.raises(
+        ValueError, match=r"model_state with the shapes {'n': \(\)} and returned one with {'n': \(2,\)}"
+    ):
+        step(step.init(PARAMS, model_state={"n": jnp.float32(0)}), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "says"),
+    [
+        (1.0, TypeError, r"batch leaf \['t'\] is 1.0, but must be an array.*np.full"),
+        (
+            np.float32(1.0),
+            ValueError,
+            r"batch leaf \['t'\] has shape \(\), but must have one entry per sample.*np.full",
+        ),
+        (np.ones(15), ValueError, r"batch leaf \['t'\] has shape \(15,\); .* multiple of 4"),
+    ],
+)
+def test_a_batch_leaf_without_samples_raises(leaf, error, says):
+    with pytest.raises(error, match=says):
+        first_step(batch=BATCH | {"t": leaf})
+
+
+def test_a_state_that_is_not_of_the_mesh_raises():
+    step, tx = make_step(), adam()
+    unplaced = gcjax.TrainState(jnp.int32(0), PARAMS, tx.init(PARAMS), None, None)
+    with pytest.raises(ValueError, match=r"the state holds 1 workers, but the mesh has 4 along \('data',\).*step.init"):
+        step(unplaced, BATCH)
+    with pytest.raises(TypeError, match=r"must be the TrainState that init .* got <class 'dict'>"):
+        step(PARAMS, BATCH)
+    step(gcjax.place(unplaced, mesh_of(WORKERS)), BATCH)
+
+
+def test_a_parameter_without_gradient_raises():
+    step = make_step(moments=None)
+    with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32, which cannot be trained.*trainable="):
+        step.init(PARAMS | {"n": jnp.int32(3)})
+    with pytest.raises(TypeError, match=r"leaf \['f'\] is <.*tanh.*, not an array.*equinox.partition"):
+        step.init(PARAMS | {"f": jnp.tanh})
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
+    mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh_of(8)
+    step = gcjax.make_train_step(loss_fn, adam(), mesh)
+    state = step.init(PARAMS)
+    shapes = jax.eval_shape(step.init, PARAMS)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    compiled = step.lower(shapes, batch).compile()
+    expected, _ = step.lower(state, BATCH).compile()(jax.tree.map(jnp.copy, state), BATCH)
+    found, _ = compiled(state, jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data"))))
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_what_the_loss_returns_beside_itself_comes_back(moments, accumulate, with_state):
+    def loss(params, batch, model_state=None):
+        errors = errors_of(params, batch)
+        aux = {"largest": errors.max(axis=1), "mean": errors.mean(), "constant": 3}
+        return (errors.mean(), model_state, aux) if with_state else (errors.mean(), aux)
+
+    step = make_step(loss, moments=moments, accumulate=accumulate, has_aux=True)
+    state = step.init(PARAMS, model_state=jnp.ones(2) if with_state else None)
+    _, metrics = step(state, BATCH)
+    errors = np.asarray(errors_of(PARAMS, BATCH)).reshape(WORKERS, 4, 2)
+    np.testing.assert_allclose(metrics.aux["largest"], errors.max(axis=2), rtol=1e-5)
+    np.testing.assert_allclose(metrics.aux["mean"], errors.mean(axis=(1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(metrics.loss, errors.mean(axis=(1, 2)), rtol=1e-5)
+    np.testing.assert_array_equal(metrics.aux["constant"], [3] * WORKERS)
+
+
+def test_a_transform_that_asks_for_a_value_gets_the_mean_loss():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    step = make_step(tx=optax.chain(variance(), optax.sgd(1e-3), plateau))
+    state, losses = step.init(PARAMS), []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics.loss.mean()))
+    assert float(state.opt_state[2].best_value) == pytest.approx(min(losses), rel=1e-6)
+    polyak = make_step(tx=optax.chain(variance(), optax.polyak_sgd(max_learning_rate=0.1)))
+    state, first = polyak(polyak.init(PARAMS), BATCH)
+    for _ in range(20):
+        state, metrics = polyak(state, BATCH)
+    assert np.mean(metrics.loss) < np.mean(first.loss)
+
+
+def test_only_a_transform_that_asks_for_a_value_costs_a_collective():
+    def compiled(*after):
+        step = make_step(tx=optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1), *after), moments=None)
+        found = collectives(step.lower(step.init(PARAMS), BATCH).compile().as_text(), WORKERS)
+        return sum(c.elements for c in found if c.dtype == "f32")
+
+    entries = sum(leaf.size for leaf in PARAMS.values())
+    assert compiled() == entries
+    assert compiled(optax.contrib.reduce_on_plateau()) == entries + 1
