@@ -88,15 +88,7 @@ def info(opt_state: PyTree) -> Info:
       ValueError: there is no gcjax state in it, or state of several workers that claims to be that of one.
       TypeError: called inside `jax.jit`.
     """
-    states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
-    if not states:
-        raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
-        raise TypeError(
-            "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
-        )
-    for state in states:
-        _reject_replicated(state.report)
+    states = _compress_states(opt_state)
     reports = [_report(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
@@ -142,22 +134,24 @@ def check_training(opt_state: PyTree) -> None:
     >>> tx = gcjax.top_k_compress(0.5)
     >>> gcjax.check_training(tx.update(jnp.ones(4), tx.init(jnp.ones(4)))[1])
     """
-    found = info(opt_state)
-    if found.misplaced:
+    seen = [_report(state).symptoms for state in _compress_states(opt_state)]
+    misplaced, identical = (max(int(getattr(s, name)[0]) for s in seen) for name in ("misplaced", "identical"))
+    ratio = min(float(s.squares_ratio.min()) for s in seen)
+    if misplaced:
         raise ValueError(
-            f"in {found.misplaced} updates some worker had the state of another, so residuals were lost or taken "
+            f"in {misplaced} updates some worker had the state of another, so residuals were lost or taken "
             "twice. State is per worker: return it from jax.shard_map with out_specs=gcjax.state_specs(state), from "
             "jax.pmap with out_axes=0, and save and restore all of it"
         )
-    if found.identical >= CERTAIN:
+    if identical >= CERTAIN:
         raise ValueError(
-            f"in {found.identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
+            f"in {identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
             "was averaged before the compressor (leave out lax.pmean and lax.psum of gradients, also of the loss), or "
             "all workers have the same batch and random keys"
         )
-    if (found.squares_ratio < SCALED).any():
+    if ratio < SCALED:
         raise ValueError(
-            f"the squares of the gradients are {1 / np.min(found.squares_ratio):,.0f} times too large: something "
+            f"the squares of the gradients are {1 / ratio:,.0f} times too large: something "
             "before the compressor has scaled or clipped the gradient, but not sum_grad_squared, so that next to "
             "nothing is sent. Use gcjax.scale_first(scaling, compressor), or put the scaling after the compressor"
         )
@@ -172,6 +166,20 @@ def _reject_replicated(node: PerWorker) -> None:
             "or saved of them is that of one worker. Return it from jax.shard_map with "
             "out_specs=gcjax.state_specs(state), from jax.pmap with out_axes=0"
         )
+
+
+def _compress_states(opt_state: PyTree) -> list[CompressState]:
+    """The states of all compressors; raises where their values cannot be read, or are not what they claim."""
+    states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
+    if not states:
+        raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
+        raise TypeError(
+            "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
+        )
+    for state in states:
+        _reject_replicated(state.report)
+    return states
 
 
 def _is_compress_state(node: object) -> bool:

@@ -14,7 +14,7 @@ from gcjax._training.gradients import Inputs, Loss
 from gcjax._types import Array, PyTree
 
 TOLERANCE = 0.01  # relative: reduced precision and the order of summation change less, the mistakes looked for more
-OFF = "make_train_step(check_loss=False) turns this check off."
+OFF = "make_train_step(checks=False) turns this check off."
 
 
 def losses_to_compare(loss: Loss, moments: Callable[..., Any] | None, trained: PyTree, inputs: Inputs) -> Array:

@@ -20,10 +20,11 @@ from gcjax._comm.collectives import (
     sharded_dimensions,
     worker_index,
 )
+from gcjax._core.info import check_training
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain
 from gcjax._moments import value_and_moments
-from gcjax._training.bad_steps import SkipLimit, is_spoilt, skipping_bad, where_good
+from gcjax._training.bad_steps import SkipLimit, compress_states, is_spoilt, skipping_bad, where_good
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -39,6 +40,8 @@ from gcjax._training.optimiser import update_with
 from gcjax._training.sharding import as_local, init_sharded, place, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_random_key
+
+STEPS_TO_CHECK = 100  # until `check_training` runs
 
 
 class TrainState(NamedTuple):
@@ -89,7 +92,7 @@ def make_train_step(
     has_aux: bool = False,
     trainable: PyTree | Callable[[PyTree], PyTree] = None,
     max_skipped: int = 10,
-    check_loss: bool = True,
+    checks: bool = True,
 ) -> "TrainStep":
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
@@ -125,10 +128,11 @@ def make_train_step(
         `tx` sees `optax.MaskedNode` in their place. They may have any dtype.
       max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: so as not to wait for the
         devices, each call looks at the result of 8 calls ago. It cannot raise inside `jax.jit`.
-      check_loss: whether the first call looks at losses of two samples, together and alone, to see that `loss_fn` is
-        their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and finds sums, and
-        with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside `jax.jit`, with
-        `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two samples.
+      checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
+        that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
+        finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
+        `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
+        samples. The call after 100 steps runs `gcjax.check_training`.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
@@ -151,7 +155,7 @@ def make_train_step(
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     check_flag("has_aux", has_aux)
-    check_flag("check_loss", check_loss)
+    check_flag("checks", checks)
     check_integer("max_skipped", max_skipped, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in jax.tree.leaves(param_specs):
@@ -167,7 +171,7 @@ def make_train_step(
         has_aux=has_aux,
         trainable=trainable,
         max_skipped=max_skipped,
-        check_loss=check_loss,
+        checks=checks,
     )
 
 
@@ -202,7 +206,7 @@ class TrainStep:
         has_aux: bool = False,
         trainable: PyTree = None,
         max_skipped: int | None = None,  # None: bad steps are not skipped
-        check_loss: bool = False,
+        checks: bool = False,
     ) -> None:
         self._loss, self._moments = uniform_loss(loss_fn, has_aux), moments
         self._gradient = accumulated(batch_gradient(self._loss, moments, has_aux, axes), accumulate, axes)
@@ -215,7 +219,7 @@ class TrainStep:
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
         self._limit = None if max_skipped is None else SkipLimit(max_skipped)
-        self._unchecked = check_loss
+        self._unchecked, self._steps_to_check = checks, STEPS_TO_CHECK if checks else None
         self._agreed: set = set()  # batch shapes for which all processes were found to run the same program
         # CPU devices of one process share a thread pool. With several steps in flight, collectives can take all of its
         # threads while some device has not begun, and wait for ever. So on CPUs only one step is in flight.
@@ -250,6 +254,7 @@ class TrainStep:
         if self._unchecked and not _is_traced((state, batch)):
             self._check_loss(state, batch)
             self._unchecked = False
+        self._check_training(state)
         state, metrics = self._jitted(state, batch)
         if self._limit is not None:
             self._limit.note(metrics.skipped)
@@ -362,6 +367,13 @@ class TrainStep:
         except Exception:  # the user's loss may raise anything where it takes no two samples
             return
         check_losses(np.asarray(lowered.compile()(state, batch)), self._moments, self._split(state.params)[0])
+
+    def _check_training(self, state: TrainState) -> None:
+        """`check_training`, once, when there have been steps enough."""
+        if self._steps_to_check == 0 and compress_states(state.opt_state) and not _is_traced(state):
+            check_training(state.opt_state)
+        if self._steps_to_check is not None:
+            self._steps_to_check = self._steps_to_check - 1 if self._steps_to_check else None
 
     def _check_agreement(self, state: TrainState, batch: PyTree) -> None:
         """Check before any collective that all processes run the same program, and start from the same state."""

@@ -1,6 +1,7 @@
 """Mistakes that run and train worse: counted by every update, shown by info, raised by check_training."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -170,3 +171,25 @@ def test_symptoms_cost_one_collective_of_four_words():
     runner = Runner(gcjax.dense_compress(axis_name="data"), PARAMS, WORKERS)
     text = runner.compiled_text(gradients())
     assert "s32[4]" in text
+
+
+def train(batch, **options):
+    step = gcjax.make_train_step(
+        lambda params, x: jnp.mean((x - params) ** 2),
+        optax.chain(METHODS["top_k"]("data"), optax.sgd(0.1)),
+        mesh_of(WORKERS),
+        moments=None,
+        **options,
+    )
+    state = step.init(jnp.zeros(40))
+    for _ in range(101):
+        state, _ = step(state, batch)
+    return state
+
+
+def test_a_training_step_checks_after_a_hundred():
+    same, own = np.ones((WORKERS, 40), np.float32), np.arange(WORKERS * 40, dtype=np.float32).reshape(WORKERS, 40)
+    with pytest.raises(ValueError, match="in 100 updates all workers had the same gradient"):
+        train(same)
+    train(own)
+    train(same, checks=False)

@@ -139,7 +139,7 @@ def first_step(loss, moments, *, workers=4, batch=BATCH, **options):
 @pytest.mark.parametrize("case", FOUND)
 def test_a_loss_that_is_no_mean_raises_with_the_cure(case):
     loss, moments, says = FOUND[case]
-    with pytest.raises(ValueError, match=rf"the loss of two samples is .*{says}.*check_loss=False"):
+    with pytest.raises(ValueError, match=rf"the loss of two samples is .*{says}.*checks=False"):
         first_step(loss, moments)
 
 
@@ -148,7 +148,7 @@ def test_a_mean_passes_and_its_sum_raises(case):
     loss, moments = MEANS[case]
     _, metrics = first_step(loss, moments)
     assert np.isfinite(metrics.loss).all()
-    with pytest.raises(ValueError, match=r"the loss of two samples is .* sums over its samples.*check_loss=False"):
+    with pytest.raises(ValueError, match=r"the loss of two samples is .* sums over its samples.*checks=False"):
         first_step(functools.partial(loss, reduce=jnp.sum), moments)
 
 
@@ -160,10 +160,10 @@ def test_a_loss_of_which_nothing_wrong_is_known_passes(case):
 
 
 def test_the_check_can_be_turned_off():
-    _, metrics = first_step(SUMMED, MOMENTS, check_loss=False)
+    _, metrics = first_step(SUMMED, MOMENTS, checks=False)
     assert np.isfinite(metrics.loss).all()
-    with pytest.raises(TypeError, match="check_loss must be True or False, got 1"):
-        first_step(SUMMED, MOMENTS, check_loss=1)
+    with pytest.raises(TypeError, match="checks must be True or False, got 1"):
+        first_step(SUMMED, MOMENTS, checks=1)
 
 
 def test_a_bad_first_batch_is_no_alarm():
