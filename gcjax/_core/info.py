@@ -47,7 +47,7 @@ class Info(NamedTuple):
         saved or returned as if it were that of one.
       identical: updates so far in which all workers had the same gradient: it was reduced before, or all have the same
         batch.
-      squares_ratio: float64[workers], running mean over the updates of sum(g**2) / sum(`sum_grad_squared`), from a
+      squares_ratio: running mean over the updates of the workers' largest sum(g**2) / sum(`sum_grad_squared`), from a
         sample. About 1 for noise, n for n samples that agree. Far below 1: the gradient was scaled without its squares.
       saturated: entries of the last update beyond the range of their leaf's dtype, such as float16. They became its
         largest number, and the rest is lost: compress float32 or bfloat16 gradients, or use a smaller loss scale.
@@ -67,7 +67,7 @@ class Info(NamedTuple):
     skipped: int
     misplaced: int
     identical: int
-    squares_ratio: np.ndarray
+    squares_ratio: float
     saturated: int
 
 
@@ -111,7 +111,7 @@ def info(opt_state: PyTree) -> Info:
         skipped=max(int(r.skipped[0]) for r in reports),
         misplaced=max(int(r.symptoms.misplaced[0]) for r in reports),
         identical=max(int(r.symptoms.identical[0]) for r in reports),
-        squares_ratio=np.min([r.symptoms.squares_ratio for r in reports], axis=0).astype(np.float64),
+        squares_ratio=min(float(r.symptoms.squares_ratio[0]) for r in reports),
         saturated=sum(int(r.saturated[0]) for r in reports),
     )
 
@@ -136,7 +136,7 @@ def check_training(opt_state: PyTree) -> None:
     """
     seen = [_report(state).symptoms for state in _compress_states(opt_state)]
     misplaced, identical = (max(int(getattr(s, name)[0]) for s in seen) for name in ("misplaced", "identical"))
-    ratio = min(float(s.squares_ratio.min()) for s in seen)
+    ratio = min(float(s.squares_ratio[0]) for s in seen)
     if misplaced:
         raise ValueError(
             f"in {misplaced} updates some worker had the state of another, so residuals were lost or taken "

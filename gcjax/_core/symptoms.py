@@ -7,24 +7,26 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
-from gcjax._kernels.bits import float_bits
+from gcjax._kernels.bits import bits_float, float_bits
 from gcjax._types import Array
 
 SAMPLE = 128  # entries at most that are looked at in each leaf
+RATIO = 3  # of the claims, the bits of the ratio
+NOT_FINITE = 0x7F800000  # the bits of infinity, below those of NaN
 KEPT = 0.95  # of the running mean, in each update
 
 
 class Symptoms(NamedTuple):
-    """What one worker has seen. Scalars.
+    """What has been seen so far. Scalars, equal on all workers but for `rank`.
 
     Attributes:
       updates: int32, updates so far.
       rank: int32, the number of the worker whose state this is; -1 before the first update.
       misplaced: int32, updates so far in which some worker had the state of another.
       identical: int32, updates so far in which all workers had the same gradient.
-      squares_ratio: float32, running mean of sum(g**2) / sum(sum_grad_squared), from 1; it stays 1 for methods without
-        squares. For n samples per worker it is 1 where they are noise, n where they agree, and far below 1 where the
-        gradient was scaled without its squares.
+      squares_ratio: float32, running mean of the workers' largest sum(g**2) / sum(sum_grad_squared), from 1; it stays 1
+        for methods without squares. For n samples per worker it is 1 where they are noise, n where they agree, and far
+        below 1 where the gradient was scaled without its squares.
     """
 
     updates: Array
@@ -38,27 +40,30 @@ class Symptoms(NamedTuple):
         none = jnp.int32(0)
         return cls(none, jnp.int32(-1), none, none, jnp.float32(1))
 
-    def claims(self, gradients: Iterable[Sequence[Array]], comm: Comm) -> Array:
-        """int32[3], of which `after` needs the maxima over the workers."""
+    def claims(
+        self, gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None], comm: Comm
+    ) -> Array:
+        """int32[4], of which `after` needs the maxima over the workers."""
         fingerprint = _fingerprint(gradients, comm)
         misplaced = (self.rank >= 0) & (self.rank != comm.rank())
-        return jnp.stack([fingerprint, -fingerprint, misplaced.astype(jnp.int32)])
+        ratio = float_bits(_ratio(gradients, squares))  # the bits of positive numbers are in their order
+        return jnp.stack([x.astype(jnp.int32) for x in (fingerprint, -fingerprint, misplaced, ratio)])
 
-    def after(
-        self,
-        largest: Array,
-        gradients: Iterable[Sequence[Array]],
-        squares: Iterable[Sequence[Array] | None],
-        comm: Comm,
-    ) -> "Symptoms":
+    @staticmethod
+    def any_nan(largest: Array) -> Array:
+        """Whether a sample of some worker holds NaN: bool. Whatever asks comes after the last look at the gradients."""
+        return largest[RATIO] > NOT_FINITE
+
+    def after(self, largest: Array, comm: Comm) -> "Symptoms":
         """After an update; `largest` are the maxima of all workers' `claims`."""
         identical = (largest[0] == -largest[1]) & (comm.size > 1)
+        ratio, mean = bits_float(largest[RATIO].astype(jnp.uint32)), self.squares_ratio
         return Symptoms(
             updates=self.updates + 1,
             rank=comm.rank(),
             misplaced=self.misplaced + largest[2],
             identical=self.identical + identical,
-            squares_ratio=_updated_ratio(self.squares_ratio, gradients, squares),
+            squares_ratio=jnp.where(ratio > 0, KEPT * mean + (1 - KEPT) * ratio, mean),
         )
 
 
@@ -74,18 +79,17 @@ def _fingerprint(gradients: Iterable[Sequence[Array]], comm: Comm) -> Array:
     return jnp.where(nonzero, mixed, comm.rank() + 1)
 
 
-def _updated_ratio(
-    mean: Array, gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]
-) -> Array:
-    """The running mean after one more ratio. Without squares, or where all are zero, it stays."""
+def _ratio(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
+    """sum(g**2) / sum(sum_grad_squared), of the samples: float32. 0 where nothing can be said, NaN for NaN."""
     above = below = jnp.float32(0)
     for leaves, of_leaves in zip(gradients, squares, strict=True):
         for g, s in zip(leaves, of_leaves or (), strict=False):
-            some, all_of = _sample(g), g.size
-            above += jnp.sum(some * some) * (all_of / some.size)
-            below += jnp.sum(_sample(s)) * (all_of / some.size)
-    known = (below > 0) & jnp.isfinite(above) & jnp.isfinite(below)
-    return jnp.where(known, KEPT * mean + (1 - KEPT) * above / jnp.where(known, below, 1), mean)
+            some = _sample(g)
+            above += jnp.sum(some * some) * (g.size / some.size)
+            below += jnp.sum(_sample(s)) * (g.size / some.size)
+    known = (below > 0) & (above < jnp.inf) & (below < jnp.inf)
+    ratio = jnp.where(known, above / jnp.where(known, below, 1), 0)
+    return jnp.where(jnp.isnan(above) | jnp.isnan(below), jnp.nan, ratio)
 
 
 def _sample(x: Array) -> Array:

@@ -201,9 +201,10 @@ def compress(
         any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
-        claims = old_report.symptoms.claims(taken.gradients, comm)
+        squares = taken.squares if compressor.uses_squares else (None,) * len(taken.squares)
+        claims = in_32_bits(old_report.symptoms.claims)(taken.gradients, squares, comm)
         largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
-        agreed = largest[0]
+        agreed = jnp.where(Symptoms.any_nan(largest[1:]), 1, largest[0])
         all_finite = agreed == 0
 
         results = [
@@ -214,7 +215,6 @@ def compress(
         if next_step:
             means = jax.tree.map(lambda x: jnp.where(agreed == NOTHING_WAITS, 0, x), means)
 
-        squares = taken.squares if compressor.uses_squares else [None] * len(taken.squares)
         sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *reports)
         report = UpdateReport(
             sent=sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved()),
@@ -223,7 +223,7 @@ def compress(
             inner_workers=jnp.int32(comm.inner_workers),
             skipped=old_report.skipped + (agreed == 1),
             saturated=count_beyond_range(layout, means),
-            symptoms=old_report.symptoms.after(largest[1:], taken.gradients, squares, comm),
+            symptoms=in_32_bits(old_report.symptoms.after)(largest[1:], comm),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new_parts = vary((bucket_states, report, waiting), varying)

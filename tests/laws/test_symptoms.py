@@ -139,7 +139,7 @@ def run_scaled(before, steps=150):
 
 def test_a_gradient_scaled_without_its_squares_is_named():
     scaled = run_scaled(lambda tx: optax.chain(optax.scale(0.1), tx))
-    assert (gcjax.info(scaled).squares_ratio < 0.02).all()
+    assert gcjax.info(scaled).squares_ratio < 0.02
     with pytest.raises(ValueError, match=r"times too large: something before the compressor.*gcjax\.scale_first"):
         gcjax.check_training(scaled)
 
@@ -167,10 +167,10 @@ def test_a_step_that_is_not_finite_spoils_no_symptom():
     assert np.isfinite(found.squares_ratio).all()
 
 
-def test_symptoms_cost_one_collective_of_four_words():
+def test_symptoms_cost_one_collective_of_five_words():
     runner = Runner(gcjax.dense_compress(axis_name="data"), PARAMS, WORKERS)
     text = runner.compiled_text(gradients())
-    assert "s32[4]" in text
+    assert "s32[5]" in text
 
 
 def train(batch, **options):

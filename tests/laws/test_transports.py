@@ -176,7 +176,7 @@ def test_owners_send_the_codes_of_all_entries_where_that_is_shorter():
     runner = Runner(tx, PARAMS, 8)
     few = runner.step(gradients(8, share=0.001)) and gcjax.info(runner.state)
     many = runner.step(gradients(8, share=0.9)) and gcjax.info(runner.state)
-    places, maxima = N // 8, 3 * 2 * 7 / 8 * 4
+    places, maxima = N // 8, (5 + 1 + 1) * 2 * 7 / 8 * 4
     to_owners = {slots: 7 * 4 * (2 + compact_words(slots, places, 4)) for slots in (32, many.capacity // 8)}
     codes = 2 + 4 * places // 32  # words, gathered in whole 8
     assert many.wire_bytes == to_owners[many.capacity // 8] + 7 * 4 * 8 * math.ceil(codes / 8) + maxima

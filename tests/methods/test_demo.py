@@ -214,7 +214,7 @@ def test_the_message_has_a_fixed_size():
         runner.step({"matrix": g.astype(np.float32), "vector": np.ones((4, 100), np.float32)})
         info = gcjax.info(runner.state)
         assert info.payload_bits.tolist() == [48 * coefficients] * 4
-        assert info.wire_bytes == 3 * 6 * coefficients + 2 * 3 / 4 * 4  # 4 bytes are for `all_finite`
+        assert info.wire_bytes == 3 * 6 * coefficients + 2 * 3 / 4 * 20  # 20 bytes are for the checks
 
 
 def test_coefficients_are_averaged_over_all_workers():

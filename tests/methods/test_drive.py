@@ -216,7 +216,7 @@ def test_words_by_hand():
     assert info.payload_bits == 64 + 2 * 32 + 2 * 32 + 2 * 2 * 256
 
 
-@pytest.mark.parametrize("exponent", [-100, 120])
+@pytest.mark.parametrize("exponent", [-100, 70])
 def test_a_power_of_two_as_scale_changes_nothing(exponent):
     unit = np.float32(2.0) ** exponent
     np.testing.assert_array_equal(update_of(NORMAL[:1024] * unit), update_of(NORMAL[:1024]) * unit)
@@ -224,7 +224,7 @@ def test_a_power_of_two_as_scale_changes_nothing(exponent):
 
 def test_the_error_of_a_leaf_stays_in_it():
     g = {
-        "large": jnp.full(300, 1e30),
+        "large": jnp.full(300, 1e20),
         "scalar": jnp.float32(1.25),
         "other": jnp.asarray(NORMAL[:300]),
         "z": jnp.zeros(300),

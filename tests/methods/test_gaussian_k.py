@@ -154,7 +154,7 @@ def test_with_a_mean_far_below_zero_everything_passes():
     assert 0 < info.sent <= 64
 
 
-@pytest.mark.parametrize("power", [-100, 120])
+@pytest.mark.parametrize("power", [-100, 70])
 def test_a_power_of_two_as_scale_changes_nothing(power):
     g = np.random.default_rng(3).normal(size=4000).astype(np.float32)
     update = once(g)[0]

@@ -162,7 +162,7 @@ def test_wire_bytes_count_bits_and_two_floats_per_column():
     runner.step({name: np.ones((4, *x.shape), np.float32) for name, x in params.items()})
     info = gcjax.info(runner.state)
     columns = 28 * (64 / 8 + 8) + 4 * (64 / 8 + 8)  # the columns of "b" and "c" are padded to four
-    assert info.wire_bytes - 2 * 3 / 4 * 4 == 3 / 4 * columns + 3 * columns / 4  # 4 bytes are for `all_finite`
+    assert info.wire_bytes - 2 * 3 / 4 * 20 == 3 / 4 * columns + 3 * columns / 4  # 20 bytes are for the checks
     assert info.payload_bits.tolist() == [64 * 28 + 41 + 64 * (28 + 2)] * 4
 
 

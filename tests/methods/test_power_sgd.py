@@ -315,7 +315,7 @@ def test_updates_scale_with_the_gradient_to_the_bit():
             result.append(np.asarray(update) / np.float32(scale))
         return np.stack(result)
 
-    np.testing.assert_array_equal(updates(2.0**100), updates(1.0))
+    np.testing.assert_array_equal(updates(2.0**60), updates(1.0))
     np.testing.assert_array_equal(updates(2.0**-90), updates(1.0))
 
 

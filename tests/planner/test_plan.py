@@ -53,11 +53,11 @@ def test_headers_take_a_share_of_the_link():
 
 def test_seconds_of_a_dense_step():
     found = plan("1M", 4, SLOW, 0.5, methods=[], costs={"dense float32": gcjax.Cost(0.01, 2e-9, 5e-9)})
-    wire = 2 * (2 * 0.001 + 3 / 4 * 4.0) + 2 * (0.001 + 16e-6)  # the gradient, and a maximum of 16 bytes
-    assert found.dense.compute == pytest.approx(0.01 + 0.002 + 5e-9 * 4_000_016)
+    wire = 2 * (2 * 0.001 + 3 / 4 * 4.0) + 2 * (0.001 + 20e-6)  # the gradient, and a maximum of 20 bytes
+    assert found.dense.compute == pytest.approx(0.01 + 0.002 + 5e-9 * 4_000_020)
     assert found.dense.wire == pytest.approx(wire)
     assert found.dense.step == pytest.approx(0.5 + found.dense.compute + wire)
-    assert found.half == pytest.approx(found.dense.step - 3.0 - 2 * 8e-6)
+    assert found.half == pytest.approx(found.dense.step - 3.0 - 2 * 10e-6)
 
 
 def test_seconds_with_two_levels_of_network():
@@ -66,12 +66,12 @@ def test_seconds_with_two_levels_of_network():
     row = row_of(found, "variance 1/100")
     # Count, a scale, and the entries: in whole 1,024 (10,240), among those of 31,360 mask words. All in whole 8.
     payload = 4 * 8 * math.ceil((2 + compact_words(10_240, 32 * 31_360, 4)) / 8)
-    assert row.wire_bytes == pytest.approx(payload + 16)
-    between = 0.001 + payload / 1e6 + (0.001 + 16e-6)
+    assert row.wire_bytes == pytest.approx(payload + 20)
+    between = 0.001 + payload / 1e6 + (0.001 + 20e-6)
     inside = 2 * (2 * 3 / 4 * 4e6) / 1e9 + 3 * (2 * payload // 4) / 1e9  # gradient and squares; gathering the parts
     assert row.wire == pytest.approx(between + inside, rel=1e-6)
     inside = (2 * 3 / 4 * 4e6 + 3 * 1e6) / 1e9
-    assert found.dense.wire == pytest.approx((0.001 + 4.0) + (0.001 + 16e-6) + inside, rel=1e-6)
+    assert found.dense.wire == pytest.approx((0.001 + 4.0) + (0.001 + 20e-6) + inside, rel=1e-6)
 
 
 def test_a_single_host_uses_only_the_inner_link():
