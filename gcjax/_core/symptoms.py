@@ -50,9 +50,9 @@ class Symptoms(NamedTuple):
         return jnp.stack([x.astype(jnp.int32) for x in (fingerprint, -fingerprint, misplaced, ratio)])
 
     @staticmethod
-    def any_nan(largest: Array) -> Array:
-        """Whether a sample of some worker holds NaN: bool. Whatever asks comes after the last look at the gradients."""
-        return largest[RATIO] > NOT_FINITE
+    def agreed_on(largest: Array, flag: Array) -> Array:
+        """`flag`, or 1 if a sample of some worker holds NaN. What depends on it comes after all looks at gradients."""
+        return jnp.where(largest[RATIO] > NOT_FINITE, 1, flag)
 
     def after(self, largest: Array, comm: Comm) -> "Symptoms":
         """After an update; `largest` are the maxima of all workers' `claims`."""

@@ -204,7 +204,7 @@ def compress(
         squares = taken.squares if compressor.uses_squares else (None,) * len(taken.squares)
         claims = in_32_bits(old_report.symptoms.claims)(taken.gradients, squares, comm)
         largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
-        agreed = jnp.where(Symptoms.any_nan(largest[1:]), 1, largest[0])
+        agreed = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0])
         all_finite = agreed == 0
 
         results = [

@@ -102,7 +102,10 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+RARE = ("inject_hyperparams around", "schedule_free around", "muon", "reduce_on_plateau")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE)) for n in CHAINS])
 def test_a_chain_trains(name):
     losses, params, state = trained(CHAINS[name](COMPRESSOR))
     assert losses[-1] < 0.9 * losses[0], losses

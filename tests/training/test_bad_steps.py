@@ -82,7 +82,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("bad", ["x", "z"])
+@pytest.mark.parametrize("bad", ["x", pytest.param("z", marks=pytest.mark.full)])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_bad_step_changes_nothing_but_what_compressors_count(chain, bad):
     step = gcjax.make_train_step(loss_fn, CHAINS[chain](), mesh_of(WORKERS))
@@ -178,7 +178,7 @@ def test_a_bad_shard_is_skipped_on_all_shards(axis):
     assert_equal((state.params, state.opt_state), (before.params, before.opt_state))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_batch_statistics_survive_a_bad_step(accumulate):
     class Net(nn.Module):
         @nn.compact

@@ -16,6 +16,8 @@ from wire import along, collectives
 import gcjax
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MIXED = [(EXPLICIT, AUTO), (AUTO, EXPLICIT)]
+INSIDE = [pytest.param(False, id="outside set_mesh", marks=pytest.mark.full), pytest.param(True, id="inside set_mesh")]
 SHAPES = {"a": (6, 8), "b": (8, 4), "c": (4,)}
 SPECS = {"a": P(None, "model"), "b": P("model"), "c": P()}
 TX = {"values": "float32", "capacity": 128}
@@ -77,7 +79,7 @@ def variance(axis):
     return gcjax.variance_compress(1.0, axis_name=axis, **TX)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside set_mesh", "inside set_mesh"])
+@pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
@@ -91,8 +93,10 @@ def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     assert 0 < info.sent.sum() < 4 * 84
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside set_mesh", "inside set_mesh"])
-@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO), (AUTO, EXPLICIT)])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize(
+    "kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), *(pytest.param(k, marks=pytest.mark.full) for k in MIXED)]
+)
 def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     loss = functools.partial(loss_fn, out_sharding=P() if kinds[1] == EXPLICIT else None)
