@@ -248,7 +248,7 @@ def test_a_non_finite_step_leaves_no_trace(row, bad):
 LARGEST = np.nextafter(np.float32(2.0**80), np.float32(0))  # what still counts as finite
 
 
-@EVERY_ROW
+@EVERY_METHOD
 def test_finite_gradients_of_any_size_never_spoil_the_state(row):
     if row.infinite_at < LARGEST:
         pytest.skip("infinite, as documented")
