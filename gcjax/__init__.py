@@ -5,7 +5,8 @@ from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, check_training, info
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.scaling import ScaleFirstState, scale_first
-from gcjax._core.transform import CompressState, compress
+from gcjax._core.state import CompressState
+from gcjax._core.transform import compress
 from gcjax._export import register_states
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs

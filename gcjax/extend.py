@@ -16,7 +16,8 @@ from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, SendReport, dense_report
 from gcjax._core.error_feedback import CodecState, dense_codec, gather_mean, parameters_only
 from gcjax._core.per_worker import PerWorker
-from gcjax._core.transform import CompressState, compress
+from gcjax._core.state import CompressState
+from gcjax._core.transform import compress
 from gcjax._core.two_phase_codec import add_decoded, goes_through_owners
 from gcjax._kernels.bits import (
     bits_float,

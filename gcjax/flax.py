@@ -19,7 +19,7 @@ from flax import linen, nnx, serialization
 from flax.training import train_state
 from jax.sharding import Mesh, PartitionSpec
 
-from gcjax._core.per_worker import PerWorker
+from gcjax._core.per_worker import PerWorker, is_per_worker
 from gcjax._training import sharding
 from gcjax._types import Array, PyTree
 
@@ -165,8 +165,8 @@ def state_sharding(optimizer: nnx.Optimizer) -> nnx.StateSharding:
     """
     _check_optimizer(optimizer)
     below: dict[tuple[str, ...], list[tuple]] = {}
-    for path, node in jax.tree_util.tree_leaves_with_path(optimizer, is_leaf=_is_per_worker):
-        if _is_per_worker(node):
+    for path, node in jax.tree_util.tree_leaves_with_path(optimizer, is_leaf=is_per_worker):
+        if is_per_worker(node):
             below.setdefault(node.axes, []).append(tuple(map(_nnx_key, path)))
     specs = [(_Below(tuple(paths)), PartitionSpec(axes or None)) for axes, paths in below.items()]
     return nnx.StateSharding([*specs, (..., PartitionSpec())])
@@ -198,10 +198,6 @@ def _check_optimizer(optimizer: nnx.Optimizer) -> None:
 
 def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
-
-
-def _is_per_worker(node: object) -> bool:
-    return isinstance(node, PerWorker)
 
 
 def _to_state_dict(node: PerWorker) -> dict[str, Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gcjax._core.per_worker import PerWorker
-from gcjax._core.transform import CompressState, UpdateReport, fresh_report
+from gcjax._core.state import CompressState, UpdateReport, compress_states, fresh_report
 from gcjax._kernels.bits import TINY
 from gcjax._types import Array, PyTree
 
@@ -88,7 +88,7 @@ def info(opt_state: PyTree) -> Info:
       ValueError: there is no gcjax state in it, or state of several workers that claims to be that of one.
       TypeError: called inside `jax.jit`.
     """
-    states = _compress_states(opt_state)
+    states = _readable_states(opt_state)
     reports = [_report(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
@@ -134,7 +134,7 @@ def check_training(opt_state: PyTree) -> None:
     >>> tx = gcjax.top_k_compress(0.5)
     >>> gcjax.check_training(tx.update(jnp.ones(4), tx.init(jnp.ones(4)))[1])
     """
-    seen = [_report(state).symptoms for state in _compress_states(opt_state)]
+    seen = [_report(state).symptoms for state in _readable_states(opt_state)]
     misplaced, identical = (max(int(getattr(s, name)[0]) for s in seen) for name in ("misplaced", "identical"))
     ratio = min(float(s.squares_ratio[0]) for s in seen)
     if misplaced:
@@ -168,9 +168,9 @@ def _reject_replicated(node: PerWorker) -> None:
         )
 
 
-def _compress_states(opt_state: PyTree) -> list[CompressState]:
+def _readable_states(opt_state: PyTree) -> list[CompressState]:
     """The states of all compressors; raises where their values cannot be read, or are not what they claim."""
-    states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_compress_state) if _is_compress_state(s)]
+    states = compress_states(opt_state)
     if not states:
         raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
@@ -180,10 +180,6 @@ def _compress_states(opt_state: PyTree) -> list[CompressState]:
     for state in states:
         _reject_replicated(state.report)
     return states
-
-
-def _is_compress_state(node: object) -> bool:
-    return isinstance(node, CompressState)
 
 
 def local_parts(x: Array) -> list[Array]:

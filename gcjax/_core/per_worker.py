@@ -79,3 +79,7 @@ class PerWorker:
         """Number of workers whose state the node holds; 1 where no leaf has an entry."""
         sizes = zip(jax.tree.leaves(self.value), self.shapes, strict=True)
         return max((math.prod(x.shape) // math.prod(shape) for x, shape in sizes if math.prod(shape)), default=1)
+
+
+def is_per_worker(node: object) -> bool:
+    return isinstance(node, PerWorker)

@@ -20,7 +20,6 @@ class Symptoms(NamedTuple):
     """What has been seen so far. Scalars, equal on all workers but for `rank`.
 
     Attributes:
-      updates: int32, updates so far.
       rank: int32, the number of the worker whose state this is; -1 before the first update.
       misplaced: int32, updates so far in which some worker had the state of another.
       identical: int32, updates so far in which all workers had the same gradient.
@@ -29,7 +28,6 @@ class Symptoms(NamedTuple):
         below 1 where the gradient was scaled without its squares.
     """
 
-    updates: Array
     rank: Array
     misplaced: Array
     identical: Array
@@ -38,7 +36,7 @@ class Symptoms(NamedTuple):
     @classmethod
     def create(cls) -> "Symptoms":
         none = jnp.int32(0)
-        return cls(none, jnp.int32(-1), none, none, jnp.float32(1))
+        return cls(jnp.int32(-1), none, none, jnp.float32(1))
 
     def claims(
         self, gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None], comm: Comm
@@ -59,7 +57,6 @@ class Symptoms(NamedTuple):
         identical = (largest[0] == -largest[1]) & (comm.size > 1)
         ratio, mean = bits_float(largest[RATIO].astype(jnp.uint32)), self.squares_ratio
         return Symptoms(
-            updates=self.updates + 1,
             rank=comm.rank(),
             misplaced=self.misplaced + largest[2],
             identical=self.identical + identical,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._comm.collectives import pmax_if_axes
-from gcjax._core.transform import CompressState
+from gcjax._core.state import compress_states, is_compress_state
 from gcjax._jax_compat import bind, equal_everywhere, varying_axes
 from gcjax._moments.jaxprs import read_atom
 from gcjax._types import Array, ArrayLike, PyTree
@@ -73,14 +73,14 @@ def skipping_bad(update: Update, opt_state: PyTree) -> tuple[PyTree, PyTree, Arr
     own = iter(reported)
 
     def kept(atoms, old):
-        if not _is_compress_state(atoms):
+        if not is_compress_state(atoms):
             return read(atoms) if id(atoms) in done else where_good(bad, old, read(atoms))
         new, reported_here = jax.tree.map(read, atoms), next(own)
         if len(flags) == 1:  # no step is bad unless this compressor reports it
             return new
         return where_good(bad & ~reported_here, old, new)
 
-    return updates, jax.tree.map(kept, new_state, opt_state, is_leaf=_is_compress_state), bad
+    return updates, jax.tree.map(kept, new_state, opt_state, is_leaf=is_compress_state), bad
 
 
 def _any(flags: list[Array]) -> Array:
@@ -90,7 +90,7 @@ def _any(flags: list[Array]) -> Array:
 def _pairs(new: PyTree, old: PyTree) -> list[tuple[Any, Any]]:
     """The leaves of two states next to each other, without those of compressors."""
     news, olds = (
-        [node for node in jax.tree.leaves(tree, is_leaf=_is_compress_state) if not _is_compress_state(node)]
+        [node for node in jax.tree.leaves(tree, is_leaf=is_compress_state) if not is_compress_state(node)]
         for tree in (new, old)
     )
     return list(zip(news, olds, strict=True))
@@ -109,15 +109,6 @@ def is_spoilt(old: PyTree, new: PyTree) -> Array:
 
 def _is_inexact(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def compress_states(state: PyTree) -> list[CompressState]:
-    """The compressors' states within an optimiser's, in the order of its leaves."""
-    return [node for node in jax.tree.leaves(state, is_leaf=_is_compress_state) if _is_compress_state(node)]
-
-
-def _is_compress_state(node: object) -> bool:
-    return isinstance(node, CompressState)
 
 
 def _any_not_finite(tree: PyTree) -> Array:

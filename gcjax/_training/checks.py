@@ -7,9 +7,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, sharded_dimensions
-from gcjax._core.per_worker import PerWorker
+from gcjax._core.per_worker import is_per_worker
+from gcjax._core.state import compress_states
 from gcjax._kernels.layout import check_is_array, path_name
-from gcjax._training.bad_steps import compress_states
 from gcjax._types import PyTree
 
 
@@ -43,8 +43,8 @@ _SHARED = (
 
 def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
     """Raise ValueError unless all per-worker state holds as many workers as the mesh."""
-    for node in jax.tree.leaves(state, is_leaf=_is_per_worker):
-        if _is_per_worker(node) and any(map(np.prod, node.shapes)):
+    for node in jax.tree.leaves(state, is_leaf=is_per_worker):
+        if is_per_worker(node) and any(map(np.prod, node.shapes)):
             workers = int(np.prod([mesh.shape[axis] for axis in node.axes]))
             if node.workers != workers:
                 raise ValueError(
@@ -98,7 +98,3 @@ def check_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ..
 
 def _is_apply_if_finite(node: object) -> bool:
     return isinstance(node, optax.ApplyIfFiniteState)
-
-
-def _is_per_worker(node: object) -> bool:
-    return isinstance(node, PerWorker)

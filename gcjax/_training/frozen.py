@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import optax
 
+from gcjax._core.checks import is_masked
 from gcjax._types import PyTree
 from gcjax._validation import check_flag
 
@@ -40,13 +41,9 @@ def merge_params(trained: PyTree, frozen: PyTree) -> PyTree:
     """The inverse of a split."""
     if frozen is None:
         return trained
-    return jax.tree.map(lambda x, y: y if _is_masked(x) else x, trained, frozen, is_leaf=_is_masked)
+    return jax.tree.map(lambda x, y: y if is_masked(x) else x, trained, frozen, is_leaf=is_masked)
 
 
 def of_trained(tx: optax.GradientTransformationExtraArgs, split: Split) -> optax.GradientTransformationExtraArgs:
     """`tx` whose `init` takes all parameters, and keeps state of the trained ones only."""
     return optax.GradientTransformationExtraArgs(lambda params: tx.init(split(params)[0]), tx.update)
-
-
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedNode)

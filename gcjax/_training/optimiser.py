@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from gcjax._core.per_worker import PerWorker
+from gcjax._core.per_worker import is_per_worker
 from gcjax._jax_compat import varying_axes
 from gcjax._types import Array, PyTree
 
@@ -71,15 +71,11 @@ def _check_updates(updates: PyTree, params: PyTree) -> None:
 
 def _check_state(old: PyTree, new: PyTree) -> None:
     """Raise ValueError if state that all workers share would differ between them."""
-    before = jax.tree.leaves(old, is_leaf=_is_per_worker)
-    for (path, after), x in zip(jax.tree_util.tree_leaves_with_path(new, is_leaf=_is_per_worker), before, strict=True):
-        if not _is_per_worker(after) and (axes := sorted(varying_axes(after) - varying_axes(x))):
+    before = jax.tree.leaves(old, is_leaf=is_per_worker)
+    for (path, after), x in zip(jax.tree_util.tree_leaves_with_path(new, is_leaf=is_per_worker), before, strict=True):
+        if not is_per_worker(after) and (axes := sorted(varying_axes(after) - varying_axes(x))):
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}: a transform with "
                 "state stands before the compressor and sees each worker's own gradient. Put it after the compressor, "
                 "or wrap it in gcjax.per_worker"
             )
-
-
-def _is_per_worker(node: object) -> bool:
-    return isinstance(node, PerWorker)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.owned import shared_among
-from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
+from gcjax._core.per_worker import WHOLE_NODE, PerWorker, is_per_worker, stands_for_params
 from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
 from gcjax._types import Array, AxisNames, PyTree
 
@@ -99,12 +99,12 @@ def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) ->
     places = {path: (jnp.shape(leaf), spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
 
     def spec(path, node):
-        if _is_per_worker(node):
+        if is_per_worker(node):
             return PartitionSpec(node.axes or None)
         endings = [places[path[i:]] for i in range(len(path) + 1) if path[i:] in places]
         return next((spec for shape, spec in endings if shape == jnp.shape(node)), PartitionSpec())
 
-    return jax.tree_util.tree_map_with_path(spec, state, is_leaf=_is_per_worker)
+    return jax.tree_util.tree_map_with_path(spec, state, is_leaf=is_per_worker)
 
 
 def init_sharded(
@@ -175,13 +175,13 @@ def place_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
         return math.prod(mesh.shape[axis] for axis in node.axes)
 
     def shared(node):
-        if not _is_per_worker(node):
+        if not is_per_worker(node):
             return node
         _check_placeable(node, mesh)
         return PerWorker.pack(shared_among(node.unpack(), workers_of(node)), node.axes)
 
     def spread(node):
-        if not _is_per_worker(node):
+        if not is_per_worker(node):
             return jnp.copy(node)
         workers = workers_of(node)
 
@@ -192,11 +192,11 @@ def place_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
     def sharding(node):
         shardings = NamedSharding(mesh, state_specs(node))
-        return dataclasses.replace(node, value=shardings) if _is_per_worker(node) else shardings
+        return dataclasses.replace(node, value=shardings) if is_per_worker(node) else shardings
 
-    state = jax.tree.map(shared, state, is_leaf=_is_per_worker)
-    shardings = jax.tree.map(sharding, state, is_leaf=_is_per_worker)
-    return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=_is_per_worker), out_shardings=shardings)(state)
+    state = jax.tree.map(shared, state, is_leaf=is_per_worker)
+    shardings = jax.tree.map(sharding, state, is_leaf=is_per_worker)
+    return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=is_per_worker), out_shardings=shardings)(state)
 
 
 def _is_of_nnx(node: object) -> bool:
@@ -229,10 +229,6 @@ def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
             f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "
             "with these axes, or give the compressor the mesh's axis_name"
         )
-
-
-def _is_per_worker(node: object) -> bool:
-    return isinstance(node, PerWorker)
 
 
 def _is_spec(node: object) -> bool:

@@ -22,9 +22,10 @@ from gcjax._comm.collectives import (
 )
 from gcjax._core.info import check_training
 from gcjax._core.per_worker import PerWorker
+from gcjax._core.state import compress_states
 from gcjax._jax_compat import constrain
 from gcjax._moments import value_and_moments
-from gcjax._training.bad_steps import SkipLimit, compress_states, is_spoilt, skipping_bad, where_good
+from gcjax._training.bad_steps import SkipLimit, is_spoilt, skipping_bad, where_good
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -219,7 +220,7 @@ class TrainStep:
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
         self._limit = None if max_skipped is None else SkipLimit(max_skipped)
-        self._unchecked, self._steps_to_check = checks, STEPS_TO_CHECK if checks else None
+        self._unchecked, self._checks, self._calls = checks, checks, 0
         self._agreed: set = set()  # batch shapes for which all processes were found to run the same program
         # CPU devices of one process share a thread pool. With several steps in flight, collectives can take all of its
         # threads while some device has not begun, and wait for ever. So on CPUs only one step is in flight.
@@ -370,10 +371,10 @@ class TrainStep:
 
     def _check_training(self, state: TrainState) -> None:
         """`check_training`, once, when there have been steps enough."""
-        if self._steps_to_check == 0 and compress_states(state.opt_state) and not _is_traced(state):
+        self._calls += 1
+        due = self._checks and self._calls == STEPS_TO_CHECK + 1 and not _is_traced(state)
+        if due and compress_states(state.opt_state):
             check_training(state.opt_state)
-        if self._steps_to_check is not None:
-            self._steps_to_check = self._steps_to_check - 1 if self._steps_to_check else None
 
     def _check_agreement(self, state: TrainState, batch: PyTree) -> None:
         """Check before any collective that all processes run the same program, and start from the same state."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._comm.collectives import dense_mean
-from gcjax._core.transform import CompressState
+from gcjax._core.state import compress_states
 from gcjax._kernels.layout import flatten, unflatten
 from gcjax._types import ArrayLike, AxisNames, PyTree
 from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
@@ -79,7 +79,7 @@ def local_sgd(
         if outer is None:
             return ()
         compress_state = () if compressor is None else compressor.init(params)
-        if compressor is not None and not _compress_states(compress_state):
+        if compressor is not None and not compress_states(compress_state):
             raise TypeError(f"compressor must be a transform of gcjax such as gcjax.top_k_compress, got {compressor!r}")
         return OuterState(jax.tree.map(jnp.copy, params), outer.init(params), compress_state)
 
@@ -100,7 +100,7 @@ def local_sgd(
             outer_grad = unflatten(layout, mean(outer_grad))
         else:
             outer_grad, compress_state = compressor.update(unflatten(layout, outer_grad), compress_state)
-            wire_bytes = [s.report.value.sent.wire_bytes[0] for s in _compress_states(compress_state)]
+            wire_bytes = [s.report.value.sent.wire_bytes[0] for s in compress_states(compress_state)]
             words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
         outer_updates, outer_state = outer.update(outer_grad, method.outer, method.anchor)
         anchor = optax.apply_updates(method.anchor, outer_updates)
@@ -108,8 +108,3 @@ def local_sgd(
         return ExchangeResult(changes, OuterState(anchor, outer_state, compress_state), words, workers > 1)
 
     return periodic_exchange(init_method, exchange, local_steps, axis_name)
-
-
-def _compress_states(state: PyTree) -> list[CompressState]:
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, CompressState))
-    return [leaf for leaf in leaves if isinstance(leaf, CompressState)]

@@ -1,0 +1,116 @@
+"""What a compressing transform checks of the arguments of `update`, while it is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gcjax._core.compressor import Compressor
+from gcjax._core.owned import shared_among
+from gcjax._core.state import CompressState, Waiting
+from gcjax._jax_compat import partitioned_axes, tracks_variation, unchecked_axes, varying_axes
+from gcjax._kernels.layout import Layout, path_name
+from gcjax._types import PyTree
+
+
+def is_masked(node: PyTree) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
+    """`optax.masked` and `optax.partition` hide parts of the updates but not of extra arguments. Hide the same."""
+    if tree is None:
+        return None
+    try:
+        return jax.tree.map(lambda u, x: u if is_masked(u) else x, updates, tree, is_leaf=is_masked)
+    except ValueError:  # of another structure: `check_inputs` says so
+        return tree
+
+
+def check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_squared: PyTree) -> None:
+    if tuple(s.bucket for s in state.buckets.value) != layout.buckets:
+        raise ValueError(
+            f"the state was initialised for other leaves than this gradient with shapes {layout.shapes}; call init "
+            "with the parameters that update sees"
+        )
+    for name, tree in (("params", params), ("sum_grad_squared", sum_grad_squared)):
+        if tree is not None:
+            _check_like_gradient(name, tree, layout)
+    if sum_grad_squared is not None:
+        _check_not_negative(sum_grad_squared)
+
+
+def check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout, workers: int) -> None:
+    """Raise ValueError if a transform with other options made the state: its own options would be used, silently."""
+    fresh = jax.eval_shape(lambda: shared_among(tuple(map(compressor.init, layout.buckets)), workers))
+    ours, theirs = (str(jax.tree.structure(tree)) for tree in (fresh, bucket_states))
+    if ours != theirs:
+        differ = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        begin = max(differ - 60, 0)
+        raise ValueError(
+            "the state was initialised by a transform with other options, such as another transport or feedback. Use "
+            "the options that it was made with, or begin with a new state. The state has "
+            f"...{theirs[begin : begin + 120]}..., this transform ...{ours[begin : begin + 120]}..."
+        )
+
+
+def check_waiting(waiting: Waiting | None, next_step: bool) -> None:
+    if (waiting is not None) != next_step:
+        had, has = (f"{'with' if late else 'without'} overlap='next_step'" for late in (not next_step, next_step))
+        raise ValueError(
+            f"the state was initialised {had}, this transform is {has}. Use the option that the state was made with, "
+            "or begin with a new state"
+        )
+
+
+def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
+    if jax.tree.structure(tree) != layout.treedef:
+        raise ValueError(
+            f"{name} has the structure {jax.tree.structure(tree)}, the gradient {layout.treedef}; they must agree. "
+            "(Inside optax.flatten: put the compressor before it.)"
+        )
+    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(tree), layout.shapes, strict=True):
+        if jnp.shape(leaf) != shape:
+            raise ValueError(f"{name} leaf {path_name(path)} has shape {jnp.shape(leaf)}, the gradient {shape}")
+
+
+def _check_not_negative(sum_grad_squared: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(sum_grad_squared):
+        if not isinstance(leaf, jax.core.Tracer) and (np.asarray(leaf) < 0).any():
+            raise ValueError(
+                f"sum_grad_squared leaf {path_name(path)} has a negative entry ({np.min(leaf)}); it must be a sum of "
+                "squares, as gcjax.value_and_moments returns"
+            )
+
+
+def reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
+    """Raise when a gradient is typed as equal on all workers. Where JAX tracks no such types, nothing is checked."""
+    if not tracks_variation(axes):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        reduced = [axis for axis in axes if axis not in varying_axes(leaf)]
+        if reduced:
+            raise ValueError(
+                f"gradient leaf {path_name(path)} does not vary over {reduced}: it has been reduced already, so "
+                "compressing it would save nothing. jax.grad of replicated parameters inside shard_map sums over the "
+                "workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), axis_name=...), "
+                "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
+                "per worker: use make_train_step(accumulate=...) instead.)"
+            )
+
+
+def reject_several_devices(updates: PyTree) -> None:
+    """Raise when a single worker is seen to be one of several: JAX partitions, or has workers that it does not know."""
+    if axes := unchecked_axes():
+        raise ValueError(
+            f"no axis_name was given, but update runs on the devices of {axes}, in jax.pmap or in jax.shard_map with "
+            "check_vma=False: each would apply its own update, and the parameters would drift apart. Give the "
+            "compressor the axis_name. (To compress as a single worker all the same, use check_vma=True.)"
+        )
+    if axes := partitioned_axes(updates):
+        raise ValueError(
+            f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: JAX has reduced it over "
+            "these devices already, so compressing it would save nothing. Take gradients with "
+            "gcjax.compressed_value_and_grad, or the whole step from gcjax.make_train_step, and give the compressor "
+            "axis_name. (To compress as a single worker all the same, call update inside jax.shard_map over the mesh.)"
+        )

@@ -1,0 +1,94 @@
+"""The state of a compressing transform, and where to find it in that of an optimiser."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._core.compressor import SendReport
+from gcjax._core.per_worker import PerWorker
+from gcjax._core.symptoms import Symptoms
+from gcjax._types import Array, PyTree
+
+
+class UpdateReport(NamedTuple):
+    """What the last update sent, summed over the buckets. Scalars of one worker.
+
+    Attributes:
+      sent: `SendReport`.
+      parameters: float32, entries of the model.
+      workers: int32, number of workers.
+      inner_workers: int32, inner workers of each.
+      skipped: int32, updates so far that were skipped because some worker's input was not finite.
+      saturated: int32, entries of the last update that lie beyond the range of their leaf's dtype, such as float16.
+      symptoms: `Symptoms`, signs of mistakes.
+    """
+
+    sent: SendReport
+    parameters: Array
+    workers: Array
+    inner_workers: Array
+    skipped: Array
+    saturated: Array
+    symptoms: Symptoms
+
+
+def fresh_report(parameters: int) -> UpdateReport:
+    """The report before the first update."""
+    none, no_bytes = jnp.int32(0), jnp.float32(0)
+    return UpdateReport(
+        sent=SendReport(none, none, none, none, none, no_bytes, no_bytes, no_bytes),
+        parameters=jnp.float32(parameters),
+        workers=jnp.int32(1),
+        inner_workers=jnp.int32(1),
+        skipped=none,
+        saturated=none,
+        symptoms=Symptoms.create(),
+    )
+
+
+class CompressState(NamedTuple):
+    """State of a compressing transform.
+
+    Attributes:
+      buckets: PerWorker, a tuple with the method's state of each bucket.
+      report: PerWorker, an `UpdateReport`.
+      waiting: PerWorker, with `overlap="next_step"` a `Waiting`, otherwise None.
+    """
+
+    buckets: PerWorker
+    report: PerWorker
+    waiting: PerWorker
+
+
+class GradientInput(NamedTuple):
+    """What a compressor takes in, a tuple of float32 arrays for each bucket.
+
+    Attributes:
+      gradients: of this worker.
+      squares: `sum_grad_squared`, None for a bucket without.
+    """
+
+    gradients: tuple[tuple[Array, ...], ...]
+    squares: tuple[tuple[Array, ...] | None, ...]
+
+
+class Waiting(NamedTuple):
+    """What is exchanged in the next step.
+
+    Attributes:
+      present: bool, False before the first step.
+      taken: the last step's `GradientInput`.
+    """
+
+    present: Array
+    taken: GradientInput
+
+
+def is_compress_state(node: object) -> bool:
+    return isinstance(node, CompressState)
+
+
+def compress_states(tree: PyTree) -> list[CompressState]:
+    """The compressors' states within an optimiser's, in the order of its leaves."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_compress_state) if is_compress_state(node)]
