@@ -113,7 +113,7 @@ class Update:
 
         axis_name = "data" if workers > 1 else None
         tx = methods(axis_name)[name]()
-        state = gcjax.place(tx.init(jnp.zeros((len(gradient) // workers, COLUMNS))), mesh)
+        state = gcjax.distribute(tx.init(jnp.zeros((len(gradient) // workers, COLUMNS))), mesh)
         step = tx.update
         if axis_name:
             specs = (jax.P("data"), gcjax.state_specs(state))

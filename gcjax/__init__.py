@@ -16,7 +16,8 @@ from gcjax._planner.plan import plan
 from gcjax._planner.prediction import Plan
 from gcjax._training.compressed_grad import compressed_value_and_grad
 from gcjax._training.consistency import check_agreement
-from gcjax._training.sharding import init_sharded, local_gradients, per_worker, place, state_specs
+from gcjax._training.local import local_gradients, local_transform
+from gcjax._training.sharding import distribute, init_sharded, state_specs
 from gcjax._training.step import Metrics, TrainState, make_train_step
 from gcjax._version import __version__ as __version__
 from gcjax.methods import *  # noqa: F403
@@ -40,16 +41,16 @@ __all__ = [
     "compress",
     "compressed_value_and_grad",
     "delay",
+    "distribute",
     "explain_moments",
     "extend",
     "gossip",
     "info",
     "init_sharded",
     "local_gradients",
+    "local_transform",
     "make_train_step",
     "measure_costs",
-    "per_worker",
-    "place",
     "plan",
     "scale_first",
     "state_specs",

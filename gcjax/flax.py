@@ -117,8 +117,8 @@ def apply_gradients(state: State, *, grads: PyTree, sum_grad_squared: PyTree, **
     return bound.apply_gradients(grads=grads, **kwargs).replace(tx=state.tx)
 
 
-def place(optimizer: nnx.Optimizer, mesh: Mesh) -> nnx.Optimizer:
-    """`gcjax.place` for an `nnx.Optimizer` whose chain holds a compressor.
+def distribute(optimizer: nnx.Optimizer, mesh: Mesh) -> nnx.Optimizer:
+    """`gcjax.distribute` for an `nnx.Optimizer` whose chain holds a compressor.
 
     Args:
       optimizer: as `nnx.Optimizer(model, tx, wrt=nnx.Param)` makes it, before the first step.
@@ -132,7 +132,7 @@ def place(optimizer: nnx.Optimizer, mesh: Mesh) -> nnx.Optimizer:
       ValueError: the mesh lacks an axis that the compressor names.
     """
     _check_optimizer(optimizer)
-    placed = sharding.place_any(optimizer, mesh)
+    placed = sharding.distribute_any(optimizer, mesh)
     # What owners keep is new on the mesh. NNX updates Variables only.
     wrapped = jax.tree.map(lambda x: x if _is_variable(x) else nnx.OptArray(x), placed.opt_state, is_leaf=_is_variable)
     placed.opt_state = nnx.data(wrapped)
@@ -158,7 +158,7 @@ def state_sharding(optimizer: nnx.Optimizer) -> nnx.StateSharding:
       >>> import gcjax, jax
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
       >>> tx = optax.chain(gcjax.variance_compress(axis_name="data"), optax.adam(1e-3))
-      >>> optimizer = place(nnx.Optimizer(model, tx, wrt=nnx.Param), jax.make_mesh((1,), ("data",)))
+      >>> optimizer = distribute(nnx.Optimizer(model, tx, wrt=nnx.Param), jax.make_mesh((1,), ("data",)))
       >>> in_specs = (nnx.StateSharding({...: PartitionSpec()}), state_sharding(optimizer), PartitionSpec("data"))
       >>> print(state_sharding(optimizer).shardings)
       (P('data',), P())
@@ -191,7 +191,7 @@ def _nnx_key(key: Any) -> Any:
 def _check_optimizer(optimizer: nnx.Optimizer) -> None:
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
-            f"expected an nnx.Optimizer, got {type(optimizer).__name__}; for states of optax use gcjax.place and "
+            f"expected an nnx.Optimizer, got {type(optimizer).__name__}; for states of optax use gcjax.distribute and "
             "gcjax.state_specs"
         )
 
@@ -212,7 +212,8 @@ def _from_state_dict(node: PerWorker, state: dict[str, Array]) -> PerWorker:
         name = next(name for name in {**shapes, **saved} if shapes.get(name) != saved.get(name))
         raise ValueError(
             f"the saved state does not fit: {name} has the shape {saved.get(name)} there and {shapes.get(name)} in the "
-            "target. Restore into a state of the same options, parameters and number of workers, as gcjax.place made it"
+            "target. Restore into a state of the same options, parameters and number of workers, as gcjax.distribute "
+            "made it"
         )
     value = jax.tree.unflatten(jax.tree.structure(node.value), [state[name] for name in own])
     return dataclasses.replace(node, value=value)

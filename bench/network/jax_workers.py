@@ -98,7 +98,7 @@ class Worker:
         if alone:
             gradients, squares = jax.tree.map(lambda x: x.addressable_shards[0].data, (gradients, squares))
         else:
-            state = gcjax.place(jax.tree.map(jax.device_get, state), self.mesh)
+            state = gcjax.distribute(jax.tree.map(jax.device_get, state), self.mesh)
 
         def update(spare, state, gradient, squares):
             del spare

@@ -27,8 +27,8 @@ def delay(steps: int) -> optax.GradientTransformation:
 
     A model of stale gradients with a fixed delay: what error feedback and asynchronous training do to single entries,
     done to all of them alike. Put it after a compressor or in a plain chain:
-    `optax.chain(gcjax.delay(4), optax.sgd(0.1))`. Before a compressor, wrap it in `gcjax.per_worker`. It holds `steps`
-    copies of the updates. An update that is not finite is delayed too, so put `optax.apply_if_finite` after it.
+    `optax.chain(gcjax.delay(4), optax.sgd(0.1))`. Before a compressor, wrap it in `gcjax.local_transform`. It holds
+    `steps` copies of the updates. An update that is not finite is delayed too, so put `optax.apply_if_finite` after it.
 
     Source: Wei Dai, Yi Zhou, Nanqing Dong, Hao Zhang, Eric Xing, "Toward Understanding the Impact of Staleness in
     Distributed Machine Learning", 2018, arXiv 1810.03264.

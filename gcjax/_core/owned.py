@@ -63,5 +63,5 @@ def check_workers(tree: PyTree, workers: int) -> None:
             raise ValueError(
                 f"the state was initialised for {node.workers} worker(s), but {workers} run: with two phases each of "
                 "them keeps state for the entries that it owns. Initialise it with gcjax.make_train_step, with "
-                "gcjax.place(tx.init(params), mesh), or inside jax.shard_map or jax.pmap over the axis"
+                "gcjax.distribute(tx.init(params), mesh), or inside jax.shard_map or jax.pmap over the axis"
             )

@@ -34,7 +34,8 @@ class PerWorker:
 
     Off the mesh, and inside `jax.shard_map`, a node holds one worker's state. On a mesh it holds all workers' leaves
     one after the other along axis 0, sharded over `axes`. Each worker then sees its own leaf without a reshape, for
-    which XLA would copy the state. `gcjax.state_specs` and `gcjax.place` shard these nodes and replicate all others.
+    which XLA would copy the state. `gcjax.state_specs` and `gcjax.distribute` shard these nodes and replicate all
+    others.
 
     Attributes:
       value: the packed state: leaves as they are, scalars as vectors of one.

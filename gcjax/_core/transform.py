@@ -173,7 +173,7 @@ def _bound_workers(worker_axes: tuple[str, ...], inner_axes: tuple[str, ...]) ->
     """Number of workers where `init` is called inside `shard_map` or `pmap`, and 1 elsewhere."""
     try:
         return comm_for_axes(worker_axes, inner_axes).size
-    except ValueError:  # the axes are not bound: `place` will know
+    except ValueError:  # the axes are not bound: `distribute` will know
         return 1
 
 

@@ -15,7 +15,8 @@ from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
 from gcjax._training.checks import check_batch
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
-from gcjax._training.sharding import as_local, init_sharded, place, state_specs
+from gcjax._training.local import as_local
+from gcjax._training.sharding import distribute, init_sharded, state_specs
 from gcjax._training.step import checked_axes
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_random_key
@@ -63,7 +64,7 @@ def compressed_value_and_grad(
         and returns the mean over it; with `moments` it sees one sample at a time, as a batch of size 1. Everything
         that belongs to samples must come in through `batch`: what the loss closes over is the same on all workers.
       tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
-        (`gcjax.per_worker`) and a compressor. The optimiser does not belong into it.
+        (`gcjax.local_transform`) and a compressor. The optimiser does not belong into it.
       mesh: the devices.
       axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`. The leading axis of the batch is
         split over them.
@@ -139,7 +140,7 @@ class CompressedGrad:
         specs = jax.tree.leaves(self._param_specs, is_leaf=_is_spec)
         if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
             return init_sharded(self._tx, params, self._mesh, self._param_specs)
-        return place(self._tx.init(params), self._mesh)
+        return distribute(self._tx.init(params), self._mesh)
 
     def __call__(
         self, params: PyTree, state: PyTree, batch: PyTree, *, key: Array | None = None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gcjax._jax_compat import tracks_variation, varying_axes, zeros
 from gcjax._moments.api import whole_batch_aux
 from gcjax._training.frozen import merge_params
-from gcjax._training.sharding import as_local
+from gcjax._training.local import as_local
 from gcjax._types import Array, PyTree
 
 

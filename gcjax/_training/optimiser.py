@@ -77,5 +77,5 @@ def _check_state(old: PyTree, new: PyTree) -> None:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}: a transform with "
                 "state stands before the compressor and sees each worker's own gradient. Put it after the compressor, "
-                "or wrap it in gcjax.per_worker"
+                "or wrap it in gcjax.local_transform"
             )

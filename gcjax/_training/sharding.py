@@ -1,81 +1,18 @@
-"""Local gradients and per-worker state on a mesh, for training steps and hand-written loops."""
+"""State on a mesh: what is per worker, how it is sharded, and how it gets there."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gcjax._comm.collectives import axis_tuple
 from gcjax._core.owned import shared_among
-from gcjax._core.per_worker import WHOLE_NODE, PerWorker, is_per_worker, stands_for_params
-from gcjax._jax_compat import constrain, tracks_variation, vary, varying_axes
-from gcjax._types import Array, AxisNames, PyTree
-
-Result = TypeVar("Result")
-
-
-def local_gradients(grad_fn: Callable[..., Result], axis_name: AxisNames) -> Callable[..., Result]:
-    """Make `grad_fn(params, ...)` return each worker's own gradient inside `shard_map`.
-
-    Inside `shard_map`, `jax.grad` with respect to replicated parameters sums over the workers: the parameters count as
-    one value that all workers use. This types them as varying over the axis first, so that nothing is summed. It does
-    nothing in `pmap` and with `check_vma=False`, where JAX does not sum. `gcjax.value_and_moments` does not need it.
-
-    Args:
-      grad_fn: a function whose first argument is the parameters, for example `jax.value_and_grad(loss)`.
-      axis_name: mesh axis or axes of the workers.
-
-    Returns:
-      A function with the signature of `grad_fn`.
-    """
-    axes = axis_tuple(axis_name)
-
-    @functools.wraps(grad_fn)
-    def local(params: PyTree, *args: Any, **kwargs: Any) -> Result:
-        return grad_fn(as_local(params, axes), *args, **kwargs)
-
-    return local
-
-
-def as_local(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Type `tree` as each worker's own, so that autodiff does not sum its gradient over the axes."""
-    return vary(tree, axes) if tracks_variation(axes) else tree
-
-
-def per_worker(tx: optax.GradientTransformation, axis_name: AxisNames) -> optax.GradientTransformationExtraArgs:
-    """`tx` with its state declared per worker, for a transform with state that stands before the compressor.
-
-    Such a transform sees each worker's own gradient, so its state differs between workers, for example the momentum in
-    `optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), gcjax.variance_compress(axis_name="data"), ...)`.
-
-    Args:
-      tx: the transform.
-      axis_name: mesh axis or axes of the workers.
-
-    Returns:
-      A transform with the same updates, whose state is a `PerWorker`.
-    """
-    axes = axis_tuple(axis_name)
-    tx = optax.with_extra_args_support(tx)
-
-    def init(params: PyTree) -> PyTree:
-        if stands_for_params(params):
-            return WHOLE_NODE
-        return PerWorker.pack(tx.init(params), axes + tuple(sorted(varying_axes(params) - set(axes))))
-
-    def update(
-        updates: PyTree, state: PerWorker, params: PyTree = None, **extra_args: PyTree
-    ) -> tuple[PyTree, PerWorker]:
-        updates, new = tx.update(updates, state.unpack(), params, **extra_args)
-        return updates, PerWorker.pack(new, state.axes)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+from gcjax._core.per_worker import PerWorker, is_per_worker
+from gcjax._jax_compat import constrain
+from gcjax._types import Array, PyTree
 
 
 def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) -> PyTree:
@@ -145,7 +82,7 @@ def init_sharded(
     return on_shards(tx.init, found[0])(params)
 
 
-def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+def distribute(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     """Put freshly initialised state on a mesh: per-worker leaves once for each worker, the rest replicated.
 
     Args:
@@ -162,14 +99,14 @@ def place(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     _reject_split(state)
     if any(_is_of_nnx(node) for node in jax.tree.leaves(state, is_leaf=_is_of_nnx)):
         raise TypeError(
-            "gcjax.place makes new arrays, which NNX would not update, because they are no nnx.Variables: for an "
-            "nnx.Optimizer and its state use gcjax.flax.place(optimizer, mesh)"
+            "gcjax.distribute makes new arrays, which NNX would not update, because they are no nnx.Variables: for an "
+            "nnx.Optimizer and its state use gcjax.flax.distribute(optimizer, mesh)"
         )
-    return place_any(state, mesh)
+    return distribute_any(state, mesh)
 
 
-def place_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-    """`place` without a look at what the state is."""
+def distribute_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """`distribute` without a look at what the state is."""
 
     def workers_of(node):
         return math.prod(mesh.shape[axis] for axis in node.axes)
@@ -213,7 +150,7 @@ def _reject_split(state: PyTree) -> None:
     if any(is_split(node) for node in jax.tree.leaves(state, is_leaf=is_split)):
         raise TypeError(
             "the state of a compressor has been split into dicts, in which nothing says what is per worker. For an "
-            "nnx.Optimizer use gcjax.flax.place(optimizer, mesh) and gcjax.flax.state_sharding(optimizer) before "
+            "nnx.Optimizer use gcjax.flax.distribute(optimizer, mesh) and gcjax.flax.state_sharding(optimizer) before "
             "nnx.split; a state dict of flax.serialization is to be restored with from_state_dict first"
         )
 
@@ -221,8 +158,8 @@ def _reject_split(state: PyTree) -> None:
 def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
     if node.workers > 1:
         raise ValueError(
-            f"the state has {node.workers} workers already. Give place that of one worker, as tx.init(params) makes it "
-            "off the mesh; to move a placed state, use jax.device_put"
+            f"the state has {node.workers} workers already. Give distribute that of one worker, as tx.init(params) "
+            "makes it off the mesh; to move a distributed state, use jax.device_put"
         )
     if not set(node.axes) <= set(mesh.shape):
         raise ValueError(

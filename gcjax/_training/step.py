@@ -36,9 +36,10 @@ from gcjax._training.checks import (
 from gcjax._training.consistency import check_agreement
 from gcjax._training.frozen import merge_params, of_trained, split_by
 from gcjax._training.gradients import Inputs, accumulated, batch_gradient, uniform_loss
+from gcjax._training.local import as_local
 from gcjax._training.loss_check import check_losses, losses_to_compare
 from gcjax._training.optimiser import update_with
-from gcjax._training.sharding import as_local, init_sharded, place, state_specs
+from gcjax._training.sharding import distribute, init_sharded, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_random_key
 
@@ -109,7 +110,7 @@ def make_train_step(
         `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
         `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with its own key.
       tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state that
-        stand before the compressor need `gcjax.per_worker`. Transforms that ask for `value`, such as
+        stand before the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
         `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
@@ -235,12 +236,12 @@ class TrainStep:
         if not self._sharding:
             state = TrainState(jnp.int32(0), params, self._tx.init(params), own_state, key)
             check_compressors(state.opt_state, self._axes)
-            return place(state, self._mesh)
+            return distribute(state, self._mesh)
         shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._param_specs)
         params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(params)
         opt_state = init_sharded(self._tx, params, self._mesh, self._param_specs)
         check_compressors(opt_state, self._axes)
-        rest = place(TrainState(jnp.int32(0), (), (), own_state, key), self._mesh)
+        rest = distribute(TrainState(jnp.int32(0), (), (), own_state, key), self._mesh)
         return rest._replace(params=params, opt_state=opt_state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
-from gcjax._training.sharding import place
+from gcjax._training.sharding import distribute
 from gcjax._training.step import Metrics, TrainState, TrainStep, checked_axes
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_random_key
@@ -65,7 +65,7 @@ class GossipStep(TrainStep):
         local = PerWorker.pack(params, self._axes)
         local_model_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
         state = TrainState(jnp.int32(0), local, pack_leaves(opt_state, self._axes), local_model_state, key)
-        return place(state, self._mesh)
+        return distribute(state, self._mesh)
 
     def _value(self, loss: Array) -> Array:
         return loss  # the optimisers are the workers' own, too
@@ -83,7 +83,7 @@ def worker_params(params: PyTree, mesh: jax.sharding.Mesh, axis_name: AxisNames)
     For hand-written training loops: `in_specs=P(axis_name)`, and inside `jax.shard_map` every leaf is (1, *shape).
     """
     one_each = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
-    return place(PerWorker.pack(one_each, axis_tuple(axis_name)), mesh).value
+    return distribute(PerWorker.pack(one_each, axis_tuple(axis_name)), mesh).value
 
 
 def mean_params(params: PyTree, weights: ArrayLike | None = None) -> PyTree:

@@ -85,11 +85,11 @@ def drive_compress(
     the next mean.
 
     State: none; with `feedback` a float32 per parameter. In two phases with p workers a float32 for each p-th more, so
-    the state is initialised where the number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and
-    32 per block, to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer than
-    256 entries take 32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases twice
-    in all), with 2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5 additions of
-    two vectors of gradient length. Learning rate, weight decay and momentum come after it:
+    the state is initialised where the number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter
+    and 32 per block, to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer
+    than 256 entries take 32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases
+    twice in all), with 2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5
+    additions of two vectors of gradient length. Learning rate, weight decay and momentum come after it:
     `optax.chain(gcjax.drive_compress(key=key), optax.sgd(0.1))`.
 
     Args:

@@ -92,7 +92,7 @@ def ef21_compress(
     sent do not add up; the next gradient replaces this one.
 
     EF21 is meant for gradients without noise: the changes of noisy gradients never become small, and h lags behind.
-    Average stochastic gradients first (EF21-SGDM): `optax.chain(gcjax.per_worker(optax.ema(0.9), "data"),
+    Average stochastic gradients first (EF21-SGDM): `optax.chain(gcjax.local_transform(optax.ema(0.9), "data"),
     gcjax.ef21_compress(0.01, axis_name="data"), optax.sgd(0.1))`. Clipping of local gradients comes before it; weight
     decay and the learning rate come after it. A lower density needs a lower learning rate.
 

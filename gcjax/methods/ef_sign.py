@@ -47,7 +47,7 @@ def ef_sign_compress(
     owes.
 
     State: a float32 per parameter; in two phases with p workers 1/p more, so the state is initialised where the number
-    of workers is known (`gcjax.place`). Wire: 1 bit per parameter and 32 per leaf, to every other worker
+    of workers is known (`gcjax.distribute`). Wire: 1 bit per parameter and 32 per leaf, to every other worker
     ("all_gather") or twice in all with 32 per piece ("two_phase"). Learning rate, weight decay and momentum come after
     it: `optax.chain(gcjax.ef_sign_compress(), optax.sgd(0.1))`.
 

@@ -44,7 +44,7 @@ def natural_compress(
     4/3 of a power of two.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.place`). Wire: 9 bits per parameter, to every other worker ("all_gather")
+    number of workers is known (`gcjax.distribute`). Wire: 9 bits per parameter, to every other worker ("all_gather")
     or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker, its owner, which rounds
     the mean to the nearest power of two and adds what that leaves to the next mean. Momentum, weight decay and learning
     rate come after it, clipping may come before it: `optax.chain(gcjax.natural_compress(key=jax.random.key(0)),

@@ -65,7 +65,7 @@ def qsgd_compress(
     0.036 of the squared gradient, and 1.6 with the 2-norm.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.place`). Wire: `bits` bits per parameter and 32 per block, to every other
+    number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter and 32 per block, to every other
     worker ("all_gather") or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker,
     its owner, and a block never spans two pieces. The owner rounds the mean to the nearest level of its block's maximum
     (with 1 bit, to its mean magnitude) and adds what that leaves to the next mean. Workers have no error feedback: it

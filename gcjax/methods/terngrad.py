@@ -63,14 +63,15 @@ def terngrad_compress(
     :math:`s |g'_i| - g'^2_i`. It grows with the largest entry, hence the clipping.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.place`). Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per parameter
-    (for p up to 1, 7, 127, 32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per leaf, to every other
-    worker ("all_gather") or twice in all ("two_phase"); "auto" moves less than "sum". In two phases each leaf is cut
-    into a piece for each worker, its owner, which rounds the mean to 0 or to plus or minus the largest of the piece,
-    and adds what that leaves to the next mean. Momentum, weight decay and learning rate come after it, and no clipping
-    is needed before it: `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors
-    leave out the last layer (`optax.partition`). Where workers disagree, clipping moves the point at which the mean
-    gradient is zero; to reach the common optimum use clip=None, at the price of more variance.
+    number of workers is known (`gcjax.distribute`). Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per
+    parameter (for p up to 1, 7, 127, 32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per
+    leaf, to every other worker ("all_gather") or twice in all ("two_phase"); "auto" moves less than "sum". In two
+    phases each leaf is cut into a piece for each worker, its owner, which rounds the mean to 0 or to plus or minus the
+    largest of the piece, and adds what that leaves to the next mean. Momentum, weight decay and learning rate come
+    after it, and no clipping is needed before it: `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)),
+    optax.sgd(0.1))`. The authors leave out the last layer (`optax.partition`). Where workers disagree, clipping moves
+    the point at which the mean gradient is zero; to reach the common optimum use clip=None, at the price of more
+    variance.
 
     Args:
       clip: c, above 0; None for no clipping.

@@ -25,7 +25,7 @@ def nodes(tree):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_class_in_a_state_is_registered(name):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    state = gcjax.place(ROWS[name].make("data").init(PARAMS), mesh)
+    state = gcjax.distribute(ROWS[name].make("data").init(PARAMS), mesh)
     found = [(cls, static) for cls, static in nodes(jax.tree.structure(state)) if cls.__module__.startswith("gcjax")]
     assert len(found) >= 5
     for cls, static in found:

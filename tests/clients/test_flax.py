@@ -113,7 +113,7 @@ def moments_of(model, batch):
 def sharded_optimizer(mesh, transport):
     model = Net(nnx.Rngs(0))
     tx = optax.chain(variance(transport=transport), optax.adam(1e-2))
-    return model, gcjax.flax.place(nnx.Optimizer(model, tx, wrt=nnx.Param), mesh)
+    return model, gcjax.flax.distribute(nnx.Optimizer(model, tx, wrt=nnx.Param), mesh)
 
 
 def nnx_step(model, optimizer, batch):
@@ -192,14 +192,14 @@ def test_nnx_jit_with_a_sharded_batch():
 def test_a_split_state_is_refused():
     mesh = mesh_of(WORKERS)
     _, optimizer = sharded_optimizer(mesh, "all_gather")
-    for function in (lambda state: gcjax.place(state, mesh), gcjax.state_specs):
-        with pytest.raises(TypeError, match=r"split into dicts.*gcjax.flax.place\(optimizer, mesh\)"):
+    for function in (lambda state: gcjax.distribute(state, mesh), gcjax.state_specs):
+        with pytest.raises(TypeError, match=r"split into dicts.*gcjax.flax.distribute\(optimizer, mesh\)"):
             function(nnx.state(optimizer))
         with pytest.raises(TypeError, match="from_state_dict"):
             function(serialization.to_state_dict(variance().init({"w": jnp.ones(3)})))
-    for function in (lambda state: gcjax.flax.place(state, mesh), gcjax.flax.state_sharding):
+    for function in (lambda state: gcjax.flax.distribute(state, mesh), gcjax.flax.state_sharding):
         with pytest.raises(
-            TypeError, match=r"expected an nnx.Optimizer, got tuple; for states of optax use gcjax.place"
+            TypeError, match=r"expected an nnx.Optimizer, got tuple; for states of optax use gcjax.distribute"
         ):
             function(optimizer.opt_state)
 
@@ -209,7 +209,7 @@ def test_placing_an_nnx_optimizer_as_a_pytree_raises():
     optimizer = nnx.Optimizer(model, optax.chain(variance(), optax.adam(1e-2)), wrt=nnx.Param)
     for state in (optimizer, optimizer.opt_state):
         with pytest.raises(TypeError, match=r"use gcjax\.flax\.place\(optimizer, mesh\)"):
-            gcjax.place(state, mesh_of(WORKERS))
+            gcjax.distribute(state, mesh_of(WORKERS))
     step = gcjax.make_train_step(lambda params, batch: 0.0, optax.chain(variance(), optax.adam(1e-2)), mesh_of(WORKERS))
     step.init(nnx.state(model, nnx.Param))  # parameters of NNX are fine
 
@@ -234,7 +234,7 @@ def test_optimizer_states_are_serialised():
     mesh = mesh_of(WORKERS)
     params = {"w": jnp.arange(40.0), "b": jnp.ones(3)}
     tx = optax.chain(variance(transport="two_phase"), optax.adam(1e-2))
-    fresh = gcjax.place(tx.init(params), mesh)
+    fresh = gcjax.distribute(tx.init(params), mesh)
     specs = gcjax.state_specs(fresh)
     gradients = on(mesh, jax.tree.map(lambda x: jnp.stack([x * (i + 1) for i in range(WORKERS)]), params), P("data"))
 
@@ -247,7 +247,7 @@ def test_optimizer_states_are_serialised():
     expected = update(state, gradients)
     restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
     jax.tree.map(np.testing.assert_array_equal, update(restored, gradients), expected)
-    other = gcjax.place(tx.init(params), mesh_of(2))
+    other = gcjax.distribute(tx.init(params), mesh_of(2))
     with pytest.raises(
         ValueError, match=r"saved state does not fit: .* \(4, 32, 128\) there and \(2, 32, 128\) in the"
     ):

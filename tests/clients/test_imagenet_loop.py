@@ -65,7 +65,7 @@ def train_step(state, batch, grad_of, reduce):
 def trained(compressor, steps, reduce=lambda grads: grads):
     """The loop with local gradients and without the example's `pmean` of the gradient."""
     mesh = mesh_of(WORKERS, axis="batch")
-    state = gcjax.place(create_state(optax.chain(compressor, optax.sgd(0.1, momentum=0.9, nesterov=True))), mesh)
+    state = gcjax.distribute(create_state(optax.chain(compressor, optax.sgd(0.1, momentum=0.9, nesterov=True))), mesh)
     specs = gcjax.state_specs(state)
 
     def local(state, batch):

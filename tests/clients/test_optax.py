@@ -40,7 +40,7 @@ def step_of(tx, extras=("value", "sum_grad_squared"), read=lambda params: params
         return optax.apply_updates(params, updates), state, extra["value"]
 
     def start(params):
-        state = gcjax.place(tx.init(params), mesh)
+        state = gcjax.distribute(tx.init(params), mesh)
         specs = gcjax.state_specs(state)
         in_specs, out_specs = (P(), specs, P("data")), (P(), specs, P())
         return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs), state
@@ -173,7 +173,7 @@ def test_optimizers_outside_of_the_compression_train(optimizer):
 
 
 def test_tree_map_params_finds_the_parameters_of_the_optimizer():
-    tx = optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), COMPRESSOR, optax.adam(0.1))
+    tx = optax.chain(gcjax.local_transform(optax.trace(0.9), "data"), COMPRESSOR, optax.adam(0.1))
     state = tx.init(PARAMS)
     doubled = optax.tree.map_params(tx, lambda x: x + 1, state)
     assert jax.tree.structure(doubled) == jax.tree.structure(state)

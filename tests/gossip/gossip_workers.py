@@ -30,7 +30,7 @@ class Workers:
     def __init__(self, tx, workers):
         mesh = mesh_of(workers)
         state = tx.init({k: np.zeros(shape, np.float32) for k, shape in SHAPES.items()})
-        self.start = self.state = gcjax.place(state, mesh)
+        self.start = self.state = gcjax.distribute(state, mesh)
         specs = (P("data"), P("data"), gcjax.state_specs(state))
 
         def step(params, updates, state):
@@ -108,7 +108,7 @@ def trace_update(tx, workers, params_spec):
     state = tx.init({"w": np.ones(3, np.float32)})
     specs = (params_spec, gcjax.state_specs(state))
     run = jax.shard_map(lambda p, s: tx.update(p, s, p), mesh=mesh_of(workers), in_specs=specs, out_specs=specs)
-    jax.eval_shape(run, params, gcjax.place(state, mesh_of(workers)))
+    jax.eval_shape(run, params, gcjax.distribute(state, mesh_of(workers)))
 
 
 def least_squares(workers=8, samples=12, size=5):

@@ -49,7 +49,7 @@ def test_workers_agree_on_the_solution_of_all_data(name):
         start = jax.lax.pcast(jnp.zeros(5), "data", to="varying")
         return jax.lax.scan(step, (start, state), length=2000)[0][0][None]
 
-    params = np.asarray(jax.block_until_ready(train(x, y, gcjax.place(state, mesh_of(8)))))
+    params = np.asarray(jax.block_until_ready(train(x, y, gcjax.distribute(state, mesh_of(8)))))
     alone = np.stack([np.linalg.lstsq(a, b, rcond=None)[0] for a, b in zip(x, y, strict=True)])
     assert np.linalg.norm(alone - solution, axis=1).min() > 1  # without exchange they would end far apart
     assert np.abs(params - solution).max() < 0.01
@@ -144,7 +144,7 @@ def test_bad_arguments_of_update_raise():
         tx.update(params, state, {"v": jnp.ones(3)})
     with pytest.raises(ValueError, match="not bound"):
         gossip.d_psgd(axis_name="data").update(params, gossip.d_psgd(axis_name="data").init(params), params)
-    placed = gcjax.place(gossip.d_psgd(axis_name="data").init(params), mesh_of(2))
+    placed = gcjax.distribute(gossip.d_psgd(axis_name="data").init(params), mesh_of(2))
     with pytest.raises(ValueError, match="state of 2 workers at once"):
         tx.update(params, placed, params)
 

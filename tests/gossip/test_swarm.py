@@ -153,7 +153,7 @@ def test_lattice_rounding_is_unbiased():
         _, changes = jax.lax.scan(lambda _, k: (0, tx.update(zeros, start._replace(step=k), own)[0]), 0, numbers)
         return jax.tree.map(lambda x: x[None], changes)
 
-    changes = jax.block_until_ready(draws(params, np.arange(1, steps + 1), gcjax.place(start, mesh_of(workers))))
+    changes = jax.block_until_ready(draws(params, np.arange(1, steps + 1), gcjax.distribute(start, mesh_of(workers))))
     for k, x in params.items():
         expected = (x[::-1].astype(np.float64) - x) / 2
         error = np.asarray(changes[k], np.float64).mean(1) - expected
@@ -209,7 +209,7 @@ def test_pmap_and_two_axes_do_the_same():
     both = gossip.swarm_average(1, 8, key=KEY, axis_name=("x", "y"))
     over = P(("x", "y"))
     specs = gcjax.state_specs(both.init(single))
-    state_both = gcjax.place(both.init(single), mesh)
+    state_both = gcjax.distribute(both.init(single), mesh)
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, specs), out_specs=(over, specs))

@@ -108,7 +108,7 @@ def test_state_of_another_tree_raises():
 
 def test_state_of_all_workers_at_once_raises():
     tx = gcjax.variance_compress(axis_name="data")
-    state = gcjax.place(tx.init(G), mesh_of(2))
+    state = gcjax.distribute(tx.init(G), mesh_of(2))
     with pytest.raises(ValueError, match=r"state of 2 workers at once.*state_specs"):
         tx.update(G, state)
 
@@ -116,7 +116,7 @@ def test_state_of_all_workers_at_once_raises():
 def test_a_reduced_gradient_raises_with_the_cure():
     mesh = mesh_of(8)
     tx = gcjax.variance_compress(axis_name="data")
-    state = gcjax.place(tx.init(G), mesh)
+    state = gcjax.distribute(tx.init(G), mesh)
     specs = gcjax.state_specs(state)
 
     def loss(params, x):
@@ -165,7 +165,7 @@ def test_bad_arguments_of_make_train_step_raise():
 def test_placing_state_on_a_mesh_without_its_axis_raises():
     tx = gcjax.variance_compress(axis_name="data")
     with pytest.raises(ValueError, match=r"\('rows',\).*\('data',\)"):
-        gcjax.place(tx.init(G), mesh_of(2, axis="rows"))
+        gcjax.distribute(tx.init(G), mesh_of(2, axis="rows"))
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_a_state_of_other_options_is_refused(make, made_with, used_with):
 
 
 def test_a_state_is_placed_once():
-    state = gcjax.place(gcjax.top_k_compress(0.5, axis_name="data").init(G), mesh_of(4))
-    with pytest.raises(ValueError, match=r"the state has 4 workers already\. Give place that of one worker"):
-        gcjax.place(state, mesh_of(4))
+    state = gcjax.distribute(gcjax.top_k_compress(0.5, axis_name="data").init(G), mesh_of(4))
+    with pytest.raises(ValueError, match=r"the state has 4 workers already\. Give distribute that of one worker"):
+        gcjax.distribute(state, mesh_of(4))
 
 
 def test_a_state_serves_both_wires():

@@ -54,7 +54,7 @@ class Nested:
         self.workers = int(np.prod([self.mesh.shape[axis] for axis in slow]))
         self.stripes = 8 // self.workers
         self.tx = row.make(slow, inner_axis_name=fast)
-        self.start = gcjax.place(self.tx.init(PARAMS), self.mesh)
+        self.start = gcjax.distribute(self.tx.init(PARAMS), self.mesh)
         everyone = P(slow + fast)  # workers of one host side by side, as in `inner_means`
         specs = gcjax.state_specs(self.start)
         run = jax.shard_map(

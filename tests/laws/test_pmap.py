@@ -77,7 +77,7 @@ def train_in_pmap(method, params, opt_state, data):
 
 
 def train_in_shard_map(method, params, opt_state, data):
-    step, params = steps(method)[2], gcjax.place(params, mesh_of(WORKERS))
+    step, params = steps(method)[2], gcjax.distribute(params, mesh_of(WORKERS))
     for batch in data:
         batch = jax.device_put(batch, jax.NamedSharding(mesh_of(WORKERS), P("data")))
         params, opt_state = jax.block_until_ready(step(params, opt_state, batch))
@@ -104,7 +104,7 @@ def assert_same_bits(a, b):
 def test_pmap_and_shard_map_end_with_the_same_bits(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
     in_pmap, pmap_state = train_in_pmap(method, stacked(params), first_states(tx, params), data)
-    placed = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    placed = gcjax.distribute(tx.init(params), mesh_of(WORKERS))
     in_shard_map, state = train_in_shard_map(method, params, placed, data)
     for worker in range(WORKERS):
         assert_same_bits(jax.tree.map(lambda x, w=worker: x[w], in_pmap), in_shard_map)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
     half, state = jax.device_get(train_in_pmap(method, stacked(params), first_states(tx, params), data[:3]))
     got, _ = train_in_shard_map(method, jax.tree.map(lambda x: x[0], half), out_of_pmap(state), data[3:])
     assert_same_bits(got, jax.tree.map(lambda x: x[0], expected))
-    afresh = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    afresh = gcjax.distribute(tx.init(params), mesh_of(WORKERS))
     without, _ = train_in_shard_map(method, jax.tree.map(lambda x: x[0], half), afresh, data[3:])
     assert (without["first"] != got["first"]).any()  # the state does matter
 
@@ -145,7 +145,7 @@ def test_an_axis_of_another_name_is_refused():
 
 def test_a_gradient_summed_by_shard_map_raises():
     tx, params = METHODS["top_k"], params_of()
-    state = gcjax.place(tx.init(params), mesh_of(WORKERS))
+    state = gcjax.distribute(tx.init(params), mesh_of(WORKERS))
     specs = gcjax.state_specs(state)
 
     def step(params, opt_state, batch):

@@ -44,7 +44,7 @@ ROWS = [Row("ef21", "ef21_compress", make, EF21Oracle)]
 
 def chain(axis_name, learning_rate):
     return optax.chain(
-        gcjax.per_worker(optax.ema(0.9), axis_name),
+        gcjax.local_transform(optax.ema(0.9), axis_name),
         gcjax.ef21_compress(0.2, axis_name=axis_name),
         optax.sgd(learning_rate),
     )

@@ -194,7 +194,7 @@ def test_two_mesh_axes_equal_one():
     for shape, names in (((8,), ("a",)), ((2, 4), ("a", "b"))):
         mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
         tx = gcjax.onebit_compress(axis_name=names)
-        state = gcjax.place(tx.init(g[0]), mesh)
+        state = gcjax.distribute(tx.init(g[0]), mesh)
 
         def step(g, state, tx=tx):
             return tx.update(g[0], state)[0]

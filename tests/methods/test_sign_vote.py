@@ -106,7 +106,7 @@ def test_workers_over_two_mesh_axes_vote_together():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     tx = gcjax.sign_vote_compress(axis_name=("a", "b"))
     gradients = np.random.default_rng(0).normal(size=(8, 3000)).astype(np.float32)
-    state = gcjax.place(tx.init(gradients[0]), mesh)
+    state = gcjax.distribute(tx.init(gradients[0]), mesh)
     specs = gcjax.state_specs(state)
 
     def step(g, state):
@@ -142,7 +142,7 @@ def trained(tx, centres):
     """The parameters after training on |x - c_w|^2 / 2 with one worker for each centre."""
     mesh = mesh_of(len(centres))
     params = jnp.zeros(len(centres[0]))
-    opt_state = gcjax.place(tx.init(params), mesh)
+    opt_state = gcjax.distribute(tx.init(params), mesh)
     specs = gcjax.state_specs(opt_state)
 
     def train(params, opt_state, centre):

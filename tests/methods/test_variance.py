@@ -300,7 +300,7 @@ def test_mesh_axes_count_as_one_and_inner_axes_are_averaged():
             return tx.update(jax.tree.map(lambda x: x[0], g), state, sum_grad_squared=jax.tree.map(lambda x: x[0], s))
 
         sharded = jax.shard_map(step, mesh=mesh, in_specs=(specs, over, over), out_specs=(P(), specs))
-        return jax.block_until_ready(jax.jit(sharded)(gcjax.place(state, mesh), g, s))
+        return jax.block_until_ready(jax.jit(sharded)(gcjax.distribute(state, mesh), g, s))
 
     both, _ = run(gcjax.variance_compress(axis_name=("slow", "fast")), g, s)
     flat = Runner(gcjax.variance_compress(axis_name="data"), params, 8).step(g, s)

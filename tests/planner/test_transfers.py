@@ -40,7 +40,7 @@ def real_bytes(row):
         return dataclasses.replace(comm, metered=metered, max=maximum)
 
     tx, mesh = row.make("data"), mesh_of(WORKERS)
-    state = jax.eval_shape(lambda params: gcjax.place(tx.init(params), mesh), PARAMS)
+    state = jax.eval_shape(lambda params: gcjax.distribute(tx.init(params), mesh), PARAMS)
 
     def local(state, gradient):
         return tx.update(gradient, state, **({"sum_grad_squared": gradient} if row.uses_squares else {}))

@@ -55,7 +55,7 @@ class Runner:
             mesh = (
                 jax.make_mesh((2, workers // 2), axes, (AxisType.Auto,) * 2) if mode == "two axes" else mesh_of(workers)
             )
-            self.start = gcjax.place(state, mesh)
+            self.start = gcjax.distribute(state, mesh)
             specs = (gcjax.state_specs(state), P(axes), P(axes))
             sharded = jax.shard_map(
                 self._one_of_stack,
@@ -112,7 +112,7 @@ def draws(tx, gradient, steps):
 
 def shared_draws(tx, gradients, steps):
     """The same of several workers with gradients (workers, *shape), along the axis "data"."""
-    state, mesh = gcjax.place(tx.init(gradients[0]), mesh_of(len(gradients))), mesh_of(len(gradients))
+    state, mesh = gcjax.distribute(tx.init(gradients[0]), mesh_of(len(gradients))), mesh_of(len(gradients))
 
     def run(state, gradients):
         def step(state, _):

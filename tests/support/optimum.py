@@ -27,7 +27,7 @@ def distance_after_training(tx, steps=STEPS, shapes=SHAPES):
     curvature, centre, optimum = problem(shapes)
     mesh = mesh_of(WORKERS)
     params = jax.tree.map(jnp.zeros_like, optimum)
-    opt_state = gcjax.place(tx.init(params), mesh)
+    opt_state = gcjax.distribute(tx.init(params), mesh)
     specs = gcjax.state_specs(opt_state)
 
     def train(params, opt_state, curvature, centre):

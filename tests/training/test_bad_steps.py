@@ -71,7 +71,9 @@ CHAINS = {
     "adam": lambda: optax.chain(variance(), optax.adam(1e-2)),
     "schedule": lambda: optax.chain(variance(), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))),
     "noise": lambda: optax.chain(variance(), optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.sgd(1e-2)),
-    "momentum before": lambda: optax.chain(gcjax.per_worker(optax.trace(0.9), "data"), variance(), optax.sgd(1e-2)),
+    "momentum before": lambda: optax.chain(
+        gcjax.local_transform(optax.trace(0.9), "data"), variance(), optax.sgd(1e-2)
+    ),
     "ef21": lambda: optax.chain(gcjax.ef21_compress(0.5, axis_name="data"), optax.adam(1e-2)),
     "delay": lambda: optax.chain(variance(), gcjax.delay(1), optax.adam(1e-2)),
     "two compressors": lambda: optax.chain(

@@ -126,6 +126,6 @@ def test_a_single_process_compares_nothing():
 def test_placing_state_exchanges_nothing():
     # Processes with different options would wait for each other here, before they could compare anything.
     state = gcjax.variance_compress(axis_name="data").init({"w": jnp.ones((30, 7))})
-    program = jax.jit(lambda state: gcjax.place(state, mesh_of(4))).lower(state).compile()
+    program = jax.jit(lambda state: gcjax.distribute(state, mesh_of(4))).lower(state).compile()
     assert len(jax.tree.leaves(program.output_shardings)[0].device_set) == 4
     assert collectives(program.as_text(), 4) == []

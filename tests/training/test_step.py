@@ -213,7 +213,7 @@ CHAINS = {
     ),
     "adamw": lambda compress: optax.chain(compress, optax.adamw(1e-3)),
     "local momentum before": lambda compress: optax.chain(
-        gcjax.per_worker(optax.trace(0.9), "data"), compress, optax.sgd(0.1)
+        gcjax.local_transform(optax.trace(0.9), "data"), compress, optax.sgd(0.1)
     ),
     "apply_if_finite": lambda compress: optax.chain(compress, optax.apply_if_finite(optax.adam(1e-3), 5)),
     "partition": lambda compress: optax.partition(

@@ -48,7 +48,7 @@ TRANSFORMS = {  # each with what the error says, from init or the first step
     ),
     "adam before": (
         lambda: adam(optax.adam(1e-2)),
-        r"opt_state\[0\]\[0\].mu\['b'\] would differ between workers along \['data'\].*after the comp.*per_worker",
+        r"opt_state\[0\]\[0\].mu\['b'\] would differ between workers along \['data'\].*after the comp.*local_transform",
     ),
     "apply_if_finite around": (lambda: optax.apply_if_finite(adam(), 3), "Leave it out: the training step skips bad"),
 }
@@ -121,7 +121,7 @@ def test_a_state_that_is_not_of_the_mesh_raises():
         step(unplaced, BATCH)
     with pytest.raises(TypeError, match=r"must be the TrainState that init .* got <class 'dict'>"):
         step(PARAMS, BATCH)
-    step(gcjax.place(unplaced, mesh_of(WORKERS)), BATCH)
+    step(gcjax.distribute(unplaced, mesh_of(WORKERS)), BATCH)
 
 
 def test_a_parameter_without_gradient_raises():
