@@ -29,6 +29,7 @@ SOURCES = {
     "plan_errors": ("bench/plan_errors.py", "bench/network"),
     "scaling": ("bench/scaling.py",),
     "step": ("bench/step.py",),
+    "table-long": _CIFAR10,
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,
     "wire": ("bench/wire.py",),

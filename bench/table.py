@@ -4,6 +4,7 @@ Each run is one call of examples/cifar10.py, printed by --list. Finished runs ar
 interrupted table continues where it stopped, and an interrupted run after its last whole epoch.
 
     python -m bench.table --data DIR                         # --size small: a CNN, for 2 CPU cores; hours
+    python -m bench.table --data DIR --size long             # 30 epochs in place of 6
     python -m bench.table --data DIR --rows dense "variance 1.5" --optimisers adam --seeds 3
     python -m bench.table --data DIR --size paper            # the paper's network and 300 epochs, for GPUs; not yet run
     python -m bench.table --report                           # table and plot again, from the result file
@@ -33,6 +34,11 @@ BOTH, SGD = ("adam", "sgd"), ("sgd",)
 SIZES = {
     "small": {
         "common": "--model cnn --batch 64 --epochs 6 --schedule cosine",
+        "adam": "--learning-rate 0.002",
+        "sgd": "--learning-rate 0.02",
+    },
+    "long": {
+        "common": "--model cnn --batch 64 --epochs 30 --schedule cosine",
         "adam": "--learning-rate 0.002",
         "sgd": "--learning-rate 0.02",
     },
