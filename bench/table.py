@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from tqdm import tqdm
 
-from bench import machine, provenance
+from bench import machine, programs, provenance
 
 BOTH, SGD = ("adam", "sgd"), ("sgd",)
 SIZES = {
@@ -142,10 +142,11 @@ def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
     checkpoints = out / "checkpoints"
     resume = ["--resume"] if checkpoints.is_dir() and any(checkpoints.iterdir()) else []
     core = cores.get()
+    [program] = programs.digests([text])  # before the run, as the sources may change during it
     arguments = [*shlex.split(text), "--data", str(args.data), "--out", str(out), *resume]
     done = machine.run_example("cifar10.py", arguments, core)
     cores.put(core)
-    record = job._asdict() | {"command": text}
+    record = job._asdict() | {"command": text, "program": program}
     if done.returncode:
         # A run that diverges is a result: what the method does with these settings.
         last = done.stderr.strip().splitlines()[-1]
