@@ -84,7 +84,7 @@ class Header(NamedTuple):
         return self._replace(scales=unpack_uint(words[1:], self.code.scale_bits, len(self.scales)))
 
     def scales_at(self, place: Array) -> tuple[Array, ...]:
-        """The scales of each entry's leaf, uint32 of the shape of `distribute`."""
+        """The scales of each entry's leaf, uint32 of the shape of `place`."""
         if self.leaf_of_word is None:
             return (jnp.zeros(place.shape, jnp.uint32),) * self.code.scale_sets
         leaf = self.leaf_of_word[place // WORD]
