@@ -137,6 +137,14 @@ def move(
       uint32[workers, m], zeros behind the length; and the bytes moved, float32.
     """
 
+    if comm.fixed_length and len(lengths) > 1:
+        raise ValueError(
+            f"overlap='next_step' needs messages of a fixed length, and these have one of {len(lengths)}, as the data "
+            "demand: XLA moves no collective out of a conditional, so nothing would overlap. Give an int as capacity, "
+            "or a density where the method has one. With transport='two_phase', variance_compress needs an "
+            "owner_density besides, of 1/8 for example; other methods need transport='all_gather'"
+        )
+
     def at_length(length):
         def run(messages):
             metered = comm.metered()
