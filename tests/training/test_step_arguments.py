@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
-from wire import collectives
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 WORKERS = 4
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
