@@ -47,7 +47,9 @@ class Case:
             )
             for name, x in self.params.items()
         }
-        squares = {name: np.float32(g**2 * rng.uniform(0, 3, g.shape)) for name, g in gradient.items()}
+        squares = {
+            name: np.float32(np.minimum(g**2 * rng.uniform(0, 3, g.shape), 3e38)) for name, g in gradient.items()
+        }
         if step == self.bad_step and any(g.size for g in gradient.values()):
             name = rng.choice([name for name, g in gradient.items() if g.size])
             gradient[name].flat[rng.integers(gradient[name].size)] = rng.choice([np.nan, np.inf, -np.inf])
