@@ -9,7 +9,13 @@ Number = TypeVar("Number", int, float)
 
 
 class Problem(Exception):
-    """An error that the user can fix. Its message is one line."""
+    """An error that the user can fix. Its message is one line.
+
+    Attributes:
+      status: exit status for it.
+    """
+
+    status = 2
 
 
 class Parser(argparse.ArgumentParser):

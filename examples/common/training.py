@@ -32,7 +32,8 @@ class Task(NamedTuple):
       loss: `loss(params, batch, key) -> loss`, or with a model state
         `loss(params, batch, key, model_state) -> (loss, model_state)`.
       steps: number of steps of an epoch.
-      batches: `batches(epoch)` yields this process's part of each batch of an epoch, NumPy arrays.
+      batches: `batches(epoch, first)` yields this process's part of each batch of an epoch, from batch `first` on, as
+        NumPy arrays.
       prepare: `prepare(key, batch) -> batch`, run by each worker on its part, for example augmentation.
       evaluate: `evaluate(params, model_state) -> scores` by name. The first one is shown and plotted.
       end: `end(params, model_state)`, called after the last epoch, or None.
@@ -41,7 +42,7 @@ class Task(NamedTuple):
     init: Callable[..., tuple[PyTree, PyTree]]
     loss: Callable[..., Any]
     steps: int
-    batches: Callable[[int], Iterator[PyTree]]
+    batches: Callable[[int, int], Iterator[PyTree]]
     prepare: Callable[..., PyTree]
     evaluate: Callable[..., dict[str, float]]
     end: Callable[..., None] | None = None
@@ -126,14 +127,16 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
     prepare = prepare_on_workers(task.prepare, mesh)
     keys = jax.random.key(args.seed + 2)
-    with Log(args) as log:
-        first, state = log.start(state)
-        with tqdm(total=total, initial=first * task.steps, unit="step", file=sys.stdout, disable=not is_first) as bar:
-            for epoch in range(first, args.epochs):
-                for number, batch in enumerate(place_batches(task.batches(epoch), mesh)):
+    with Log(args, task.steps) as log:
+        first_epoch, done, state = log.start(state)
+        initial = first_epoch * task.steps + done
+        with tqdm(total=total, initial=initial, unit="step", file=sys.stdout, disable=not is_first) as bar:
+            for epoch in range(first_epoch, args.epochs):
+                for batch in place_batches(task.batches(epoch, done), mesh):
                     begin = time.perf_counter()
-                    key = jax.random.fold_in(keys, epoch * task.steps + number)
+                    key = jax.random.fold_in(keys, epoch * task.steps + done)
                     state, metrics = step(state, prepare(key, batch))
+                    done += 1
                     row = log.add_step(epoch, state, metrics, begin)
                     shown = {"loss": f"{row['loss']:.3f}", "compression": f"{row['compression_ratio']:.0f}"}
                     bar.set_postfix(shown | log.shown, refresh=False)
@@ -141,9 +144,15 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
                     if not math.isfinite(row["loss"]):
                         raise Problem(
                             f"the loss is {row['loss']} in step {row['step']}: training has diverged. A smaller "
-                            "--learning-rate may help; --resume goes on from the last epoch"
+                            "--learning-rate may help; --resume goes on from the last checkpoint"
                         )
-                log.end_epoch(epoch, state, task.evaluate(*on_host(state)))
+                    if done < task.steps:
+                        log.save(state, epoch, done)
+                if done != task.steps:
+                    raise Problem(f"epoch {epoch} has {done} batches on this process, not {task.steps}")
+                log.end_epoch(epoch, task.evaluate(*on_host(state)))
+                done = 0
+                log.save(state, epoch + 1, done)
         if task.end is not None:
             task.end(*on_host(state))
         return log.finish(parameters)

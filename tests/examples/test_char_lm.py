@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_with_the_same_curves_and_text(file, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train(file, whole, *options, "--epochs", "2").returncode == 0
     assert train(file, cut, *options, "--epochs", "1").returncode == 0
-    done = train(file, cut, *options, "--epochs", "2", "--resume")
+    done = train(file, cut, *options, "--epochs", "2", "--resume", "--allow", "epochs")
     assert done.returncode == 0, done.stderr
     assert curve(whole, "epochs") == curve(cut, "epochs")
     assert (whole / "sample.txt").read_text() == (cut / "sample.txt").read_text()

@@ -133,7 +133,7 @@ def test_a_resumed_run_ends_with_the_same_curves(image_tree, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train(image_tree, whole, *options, "--epochs", "2").returncode == 0
     assert train(image_tree, cut, *options, "--epochs", "1").returncode == 0
-    done = train(image_tree, cut, *options, "--epochs", "2", "--resume", "--decoders", "3")
+    done = train(image_tree, cut, *options, "--epochs", "2", "--resume", "--allow", "epochs", "--decoders", "3")
     assert done.returncode == 0, done.stderr
     assert commands.curve(whole, "epochs") == commands.curve(cut, "epochs")
 
