@@ -1,10 +1,12 @@
 """Checkpoints of a training run: saved by Orbax in the background, verified before they are read, and after SIGTERM."""
 
+import argparse
 import contextlib
 import hashlib
 import itertools
 import json
 import logging
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +17,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from common.cli import Problem
+from common.cli import Problem, Stopped
 
 SUMS = "SHA256SUMS"
 UNCHECKED = {SUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}  # Orbax writes them last, and restores without them
+# Where data and results lie, who takes part, and what follows training. All other options are hyperparameters.
+NOT_HYPERPARAMETERS = {
+    *("data", "text", "out", "resume", "allow", "checkpoint_every", "decoders", "sample", "temperature"),
+    *("coordinator", "processes", "process", "auto", "local", "wait", "heartbeat", "stall", "child"),
+    "devices_per_process",
+}
+UNHARMED = "Those before it are as they were: --resume goes on from the last"
 PyTree = Any
 Record = dict[str, Any]
-
-
-class Stopped(Problem):
-    """SIGTERM came, and a checkpoint is saved."""
-
-    status = 128 + signal.SIGTERM
 
 
 class Checkpoints:
@@ -61,7 +64,7 @@ class Checkpoints:
     def __exit__(self, kind: type | None, *_: object) -> None:
         if not jax.distributed.is_initialized():
             signal.signal(signal.SIGTERM, self._handler)
-        if kind is None:
+        if kind in (None, Stopped):
             with self._named():
                 self.manager.close()
         elif jax.process_count() == 1:  # otherwise it might wait for a process that is lost
@@ -77,6 +80,12 @@ class Checkpoints:
 
     def save(self, step: int, state: PyTree, record: Record) -> None:
         """Begin to save a checkpoint, once the last one is saved. Raises Problem if that or this one fails."""
+        size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        if size > free:
+            raise Problem(
+                f"the disk of {str(self.folder)!r} has {free / 1e6:,.1f} MB left, and the checkpoint of step {step} "
+                f"may take {size / 1e6:,.1f} MB. {UNHARMED}"
+            )
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(record))
         with self._named():
             self.manager.wait_until_finished()
@@ -95,14 +104,28 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # TensorStore raises ValueError, for a full disk too
             reason = " ".join(str(error).split())
             raise Problem(
-                f"cannot save the checkpoint of step {self._saving} in {str(self.folder)!r} ({reason[:300]}). Those "
-                "before it are as they were: --resume goes on from the last"
+                f"cannot save the checkpoint of step {self._saving} in {str(self.folder)!r} ({reason[:600]}). "
+                f"{UNHARMED}"
             ) from None
 
     def _write_sums(self) -> None:
         """Add the checksums to a checkpoint that Orbax is about to give its final name."""
         (folder,) = self.folder.glob(f"{self._saving}.*-tmp*")
         (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in checksums(folder).items()))
+
+    def start(self, state: PyTree, args: argparse.Namespace) -> tuple[PyTree, Record | None]:
+        """What to begin with: the initial state and None, or with `--resume` what `restore` returns.
+
+        Raises:
+          Problem: see `restore`; or there are checkpoints, without `--resume`.
+        """
+        if args.resume:
+            return self.restore(state, settings_of(args), args.allow)
+        if self.manager.latest_step() is not None:
+            raise Problem(
+                f"{str(self.folder)!r} already holds a run: --resume goes on with it, or choose another --out"
+            )
+        return state, None
 
     def restore(self, state: PyTree, settings: Record, allow: list[str]) -> tuple[PyTree, Record]:
         """The state and the record of the newest checkpoint that is not damaged; newer ones get other names.
@@ -150,6 +173,16 @@ class Checkpoints:
             raise Problem(f"--resume: {reason} in {str(self.folder)!r}")
         self.manager.reload()
         return found
+
+
+def settings_of(args: argparse.Namespace) -> Record:
+    """The hyperparameters: the options that decide what is computed."""
+    return {name: json_value(value) for name, value in vars(args).items() if name not in NOT_HYPERPARAMETERS}
+
+
+def json_value(value: object) -> object:
+    """A value as it is, or as text if JSON does not know its type."""
+    return value if isinstance(value, int | float | str | bool | list | tuple | dict | None) else str(value)
 
 
 def make_record(state: PyTree, settings: Record, **more: Any) -> Record:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import signal
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -16,6 +17,12 @@ class Problem(Exception):
     """
 
     status = 2
+
+
+class Stopped(Problem):
+    """SIGTERM came, and training has ended in good order."""
+
+    status = 128 + signal.SIGTERM
 
 
 class Parser(argparse.ArgumentParser):

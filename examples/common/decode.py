@@ -71,7 +71,8 @@ def serve(descriptor: int, shape: list[int]) -> None:
       descriptor: file descriptor of the shared memory.
       shape: of the memory, [slots, rows, size, size, 3].
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent reports it
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, SIGTERM may; the parent reports it
+        signal.signal(number, signal.SIG_IGN)
     slots = np.frombuffer(mmap.mmap(descriptor, math.prod(shape)), np.uint8).reshape(shape)
     for line in sys.stdin:
         slot, first, margin, images = json.loads(line)

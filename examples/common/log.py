@@ -17,15 +17,10 @@ import numpy as np
 import optax
 
 import gcjax
-from common.checkpoints import Checkpoints, Stopped, make_record
-from common.cli import Problem
+from common.checkpoints import Checkpoints, json_value, make_record, settings_of
+from common.cli import Problem, Stopped
 
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
-# Where data and results lie, who takes part, and what follows training. All other options are hyperparameters.
-NOT_HYPERPARAMETERS = {
-    *("data", "text", "out", "resume", "allow", "checkpoint_every", "decoders", "sample", "temperature"),
-    *("coordinator", "processes", "process", "auto", "local", "wait", "heartbeat", "stall", "child"),
-}
 
 
 class Log:
@@ -72,13 +67,9 @@ class Log:
         Raises:
           Problem: there is no checkpoint, or an unwanted one, or one of another run.
         """
-        if not self.args.resume:
-            if self.checkpoints.manager.latest_step() is not None:
-                raise Problem(
-                    f"{str(self.out)!r} already holds a run: --resume goes on with it, or choose another --out"
-                )
+        state, record = self.checkpoints.start(state, self.args)
+        if record is None:
             return 0, 0, state
-        state, record = self.checkpoints.restore(state, settings_of(self.args), self.args.allow)
         self.totals, self.shown, self.rows = record["totals"], record["shown"], record["rows"]
         # If --allow has changed the number of steps, go on after the same share of the epoch.
         return record["epoch"], record["number"] * self.steps // record["steps"], state
@@ -181,11 +172,6 @@ class Log:
         return result
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The hyperparameters: the options that decide what is computed."""
-    return {name: json_value(value) for name, value in vars(args).items() if name not in NOT_HYPERPARAMETERS}
-
-
 def write(path: Path, text: str) -> None:
     """Write a file in one go: it is never cut off, whenever this process ends. Raises Problem if it cannot be."""
     new = path.with_name(f".{path.name}.new")
@@ -196,11 +182,6 @@ def write(path: Path, text: str) -> None:
         raise Problem(
             f"cannot write {str(path)!r} ({error.strerror}); --resume goes on from the last checkpoint"
         ) from None
-
-
-def json_value(value: object) -> object:
-    """A value as it is, or as text if JSON does not know its type."""
-    return value if isinstance(value, int | float | str | bool | list | tuple | dict | None) else str(value)
 
 
 def plot(rows: dict[str, list[dict]], title: str, path: Path) -> None:

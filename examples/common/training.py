@@ -16,6 +16,8 @@ import optax
 from tqdm import tqdm
 
 import gcjax
+from common import launch
+from common.checkpoints import settings_of
 from common.cli import Problem
 from common.log import Log
 from common.options import learning_rate, make_compressor, make_optimiser
@@ -110,6 +112,7 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
       Problem: the options do not fit the devices, the method or the checkpoints, or the loss is not finite.
+      RuntimeError: (on all processes) they have different options or numbers of batches.
     """
     mesh, is_first = use_devices(args.workers), jax.process_index() == 0
     total = args.epochs * task.steps
@@ -127,6 +130,8 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
     prepare = prepare_on_workers(task.prepare, mesh)
     keys = jax.random.key(args.seed + 2)
+    same = {"steps": task.steps, "resume": args.resume, "checkpoint_every": args.checkpoint_every}
+    gcjax.check_agreement(mesh, options=settings_of(args) | same)
     with Log(args, task.steps) as log:
         first_epoch, done, state = log.start(state)
         initial = first_epoch * task.steps + done
@@ -138,6 +143,7 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
                     state, metrics = step(state, prepare(key, batch))
                     done += 1
                     row = log.add_step(epoch, state, metrics, begin)
+                    launch.step_finished()
                     shown = {"loss": f"{row['loss']:.3f}", "compression": f"{row['compression_ratio']:.0f}"}
                     bar.set_postfix(shown | log.shown, refresh=False)
                     bar.update()

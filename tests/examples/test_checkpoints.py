@@ -1,5 +1,6 @@
 """Checkpoints of the examples: what is damaged, other settings, a full disk, SIGTERM, and resuming within an epoch."""
 
+import gc
 import os
 import resource
 import shutil
@@ -152,7 +153,20 @@ def test_another_model_is_named_by_its_first_leaf(sound, tmp_path):
             checkpoints.restore(state, SETTINGS, [])
 
 
-def test_a_full_disk_gives_one_line_and_keeps_the_older_checkpoints(sound, tmp_path, capfd):
+def test_too_small_a_disk_gives_one_line_before_anything_is_written(sound, tmp_path):
+    folder = copy(sound, tmp_path)
+    before = files(folder)
+    huge = {"w": np.broadcast_to(np.float32(0), 10**15)}
+    with (
+        Checkpoints(folder) as checkpoints,
+        pytest.raises(Problem, match=r"has [\d,.]+ MB left, and the checkpoint of step 9 may take 4,000,000,000.0 MB"),
+    ):
+        checkpoints.save(9, huge, make_record(huge, SETTINGS))
+    assert files(folder) == before
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Orbax forgets them
+def test_a_failed_write_gives_one_line_and_keeps_the_older_checkpoints(sound, tmp_path, capfd):
     folder = copy(sound, tmp_path)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))  # which fails as a full disk does
@@ -162,6 +176,7 @@ def test_a_full_disk_gives_one_line_and_keeps_the_older_checkpoints(sound, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert "\n" not in str(raised.value)
+    gc.collect()
     assert not capfd.readouterr().err
     assert read(folder) == 8
     write(folder, 9)
