@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+MOST_PIXELS = 50_000_000
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -27,9 +28,14 @@ def decode(path: str, size: int, seed: Sequence[int] | None = None, margin: floa
 
     Returns:
       uint8[size, size, 3], RGB.
+
+    Raises:
+      ValueError: it has more than `MOST_PIXELS` pixels, which take 4 bytes each at worst.
     """
-    with Image.open(path) as image:
+    with Image.open(path) as image:  # reads no pixels yet
         width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
         rng = None if seed is None else np.random.default_rng(seed)
         crop = central_square(width, height, margin) if rng is None else random_crop(rng, width, height)
         left, top, right, bottom = crop
