@@ -142,7 +142,7 @@ class Checkpoints:
         record = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         check_settings(record["settings"], settings, allow)
         here = describe(state)
-        for name in record["leaves"].keys() | here.keys():
+        for name in record["leaves"] | here:
             saved, own = record["leaves"].get(name, "missing"), here.get(name, "missing")
             if saved != own:
                 raise Problem(

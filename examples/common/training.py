@@ -137,7 +137,8 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
         initial = first_epoch * task.steps + done
         with tqdm(total=total, initial=initial, unit="step", file=sys.stdout, disable=not is_first) as bar:
             for epoch in range(first_epoch, args.epochs):
-                for batch in place_batches(task.batches(epoch, done), mesh):
+                batches = exactly(task.steps - done, task.batches(epoch, done))
+                for batch in place_batches(batches, mesh):
                     begin = time.perf_counter()
                     key = jax.random.fold_in(keys, epoch * task.steps + done)
                     state, metrics = step(state, prepare(key, batch))
@@ -154,8 +155,6 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
                         )
                     if done < task.steps:
                         log.save(state, epoch, done)
-                if done != task.steps:
-                    raise Problem(f"epoch {epoch} has {done} batches on this process, not {task.steps}")
                 log.end_epoch(epoch, task.evaluate(*on_host(state)))
                 done = 0
                 log.save(state, epoch + 1, done)
@@ -180,6 +179,18 @@ def prepare_on_workers(prepare: Callable[..., PyTree], mesh: jax.sharding.Mesh) 
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
     return jax.jit(run)
+
+
+def exactly(count: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Yield the batches. Raises Problem if they are not `count`: another process would wait for this one for ever."""
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        if number > count:
+            break
+        yield batch
+    if number != count:
+        found = "more" if number > count else f"{number}"
+        raise Problem(f"this process has {found} batches where {count} remain in the epoch")
 
 
 def place_batches(batches: Iterable[PyTree], mesh: jax.sharding.Mesh) -> Iterator[PyTree]:

@@ -285,3 +285,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(name, two_devices, tmp_path):
     assert len(curve(tmp_path / "cut", "steps")) == 2 * STEPS
     assert result(tmp_path / "cut")["compression_ratio"] == result(tmp_path / "whole")["compression_ratio"]
     assert last_state(tmp_path / "cut") == last_state(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("found", "said"), [(4, "has 4 batches"), (6, "has more batches")])
+def test_another_number_of_batches_is_named(found, said):
+    with pytest.raises(Problem, match=f"this process {said} where 5 remain in the epoch"):
+        list(training.exactly(5, range(found)))
+    assert list(training.exactly(5, range(5))) == [0, 1, 2, 3, 4]
