@@ -70,6 +70,11 @@ class Log:
         state, record = self.checkpoints.start(state, self.args)
         if record is None:
             return 0, 0, state
+        if record["steps"] != self.steps and not self.args.allow:
+            raise Problem(
+                f"--resume: the checkpoint is of a run with {record['steps']} steps in an epoch, and here are "
+                f"{self.steps}: these are other data"
+            )
         self.totals, self.shown, self.rows = record["totals"], record["shown"], record["rows"]
         # If --allow has changed the number of steps, go on after the same share of the epoch.
         return record["epoch"], record["number"] * self.steps // record["steps"], state

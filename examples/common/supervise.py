@@ -14,7 +14,7 @@ from typing import NamedTuple
 from common.cli import Stopped
 
 NAME = f"{Path(sys.argv[0]).name}: "
-RUNTIME_LOG = re.compile(r"[WEF]\d{4} .*(coordination_service|preemption_sync|client\.h|add_port)")  # of JAX's runtime
+RUNTIME_LOG = re.compile(r"[WEF]\d{4} .*(coordination_service|preemption_|client\.h|add_port)")  # of JAX's runtime
 
 
 def print_error(text: str) -> None:

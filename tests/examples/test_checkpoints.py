@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from commands import curve, result
 from common import training
-from common.checkpoints import Checkpoints, Stopped, make_record
-from common.cli import Parser, Problem
+from common.checkpoints import Checkpoints, make_record
+from common.cli import Parser, Problem, Stopped
+from common.log import Log
 from common.options import add_training, method_names
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -292,3 +293,16 @@ def test_another_number_of_batches_is_named(found, said):
     with pytest.raises(Problem, match=f"this process {said} where 5 remain in the epoch"):
         list(training.exactly(5, range(found)))
     assert list(training.exactly(5, range(5))) == [0, 1, 2, 3, 4]
+
+
+def test_another_number_of_steps_needs_an_allowed_option(tmp_path):
+    options = ("--out", tmp_path, "--checkpoint-every", 1)
+    with Log(parse(*options), steps=6) as log:
+        for step in (1, 2, 3):
+            log.rows["steps"].append({"step": step})
+            log.save(make_state(step), 4, step)
+    said = "a run with 6 steps in an epoch, and here are 12: these are other data"
+    with Log(parse(*options, "--resume"), steps=12) as log, pytest.raises(Problem, match=said):
+        log.start(make_state(0))
+    with Log(parse(*options, "--resume", "--allow", "batch"), steps=12) as log:
+        assert log.start(make_state(0))[:2] == (4, 6)
