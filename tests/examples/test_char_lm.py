@@ -88,6 +88,7 @@ def test_each_epoch_has_other_sequences_none_twice(file):
     epochs = []
     for epoch in (0, 1, 0):
         batches = list(task.batches(epoch))
+        np.testing.assert_array_equal(list(task.batches(epoch, 7)), batches[7:])
         assert len(batches) == task.steps > 10
         assert {batch.shape for batch in batches} == {(16, 17)}
         sequences = ["".join(alphabet[i] for i in row) for batch in batches for row in batch]

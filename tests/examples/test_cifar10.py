@@ -33,6 +33,8 @@ def test_it_trains_on_an_image_folder(image_tree):
     task = cifar10.make_task(args, cifar10.load_data(args))
     images, labels = next(task.batches(0))
     assert (task.steps, images.shape, labels.dtype) == (3, (8, 32, 32, 3), np.int32)
+    for tail, batch in zip(list(task.batches(0))[2:], task.batches(0, 2), strict=True):
+        np.testing.assert_array_equal(tail[0], batch[0])
     assert jax.eval_shape(task.init, jax.random.key(0))[0]["Dense_0"]["bias"].shape == (3,)
 
 

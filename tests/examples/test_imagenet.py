@@ -41,6 +41,8 @@ def task_on(image_tree, *options, decoders=None):
 def test_batches_follow_from_seed_epoch_and_image(image_tree):
     task, _ = task_on(image_tree, "--seed", "3")
     (first, labels), (second, _) = task.batches(5)
+    ((last, _),) = task.batches(5, 1)
+    np.testing.assert_array_equal(last, second)
     assert task.steps == 2
     paths = folders.find_images(image_tree)[0].paths
     rows = np.concatenate([first, second])
