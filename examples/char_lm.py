@@ -7,7 +7,7 @@ into --out. The losses are means per character, in nats.
     python examples/char_lm.py --text FILE --out runs/first                     # about 240,000 parameters, minutes
     python examples/char_lm.py --text FILE --out runs/topk --method "top_k(density=0.01)"
     python examples/char_lm.py --text FILE --out runs/large --width 128 --layers 4 --context 128 --epochs 10
-    python examples/char_lm.py --text FILE --out runs/first --resume            # goes on after the last whole epoch
+    python examples/char_lm.py --text FILE --out runs/first --resume            # goes on from the last checkpoint
 """
 
 import argparse
@@ -85,10 +85,10 @@ def make_task(args: argparse.Namespace, numbers: np.ndarray, validation: np.ndar
         logits = model.apply({"params": params}, sequences[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, sequences[:, 1:]).mean()
 
-    def batches(epoch):
+    def batches(epoch, first=0):
         rng = np.random.default_rng((args.seed, epoch))
         sequences = windows(numbers[rng.integers(args.context) :], args.context)
-        for chosen in rng.permutation(len(sequences))[: steps * size].reshape(steps, size):
+        for chosen in rng.permutation(len(sequences))[: steps * size].reshape(steps, size)[first:]:
             yield sequences[chosen]
 
     held_out = windows(validation, args.context)
@@ -170,7 +170,7 @@ def main() -> int:
         result = train(make_task(args, *load_text(args.text, args.context)), args)
     except Problem as problem:
         print(f"char_lm.py: {problem}", file=sys.stderr)
-        return 2
+        return problem.status
     last = result["epochs"][-1]
     print(
         f"validation loss {last['validation_loss']:.4f} nats per character, compression ratio "

@@ -7,7 +7,7 @@ test/CLASS/*.png) works too. Writes curves (steps.csv, epochs.csv), result.json,
     python examples/cifar10.py --data DIR --out runs/first                       # 92,074 parameters, minutes on 2 cores
     python examples/cifar10.py --data DIR --out runs/topk --method "top_k(density=0.01)" --optimiser sgd
     python examples/cifar10.py --data DIR --out runs/paper --model vgg --epochs 300 --schedule halve
-    python examples/cifar10.py --data DIR --out runs/first --resume              # goes on after the last whole epoch
+    python examples/cifar10.py --data DIR --out runs/first --resume              # goes on from the last checkpoint
 """
 
 import argparse
@@ -51,9 +51,9 @@ def make_task(args: argparse.Namespace, data: Sequence[np.ndarray]) -> Task:
         mean = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return mean if model_state is None else (mean, updated["batch_stats"])
 
-    def batches(epoch):
+    def batches(epoch, first=0):
         order = np.random.default_rng((args.seed, epoch)).permutation(len(images))[: steps * size]
-        for chosen in order.reshape(steps, size):
+        for chosen in order.reshape(steps, size)[first:]:
             yield images[chosen], labels[chosen]
 
     def prepare(key, batch):
@@ -101,7 +101,7 @@ def main() -> int:
         result = train(make_task(args, load_data(args)), args)
     except Problem as problem:
         print(f"cifar10.py: {problem}", file=sys.stderr)
-        return 2
+        return problem.status
     last = result["epochs"][-1]
     print(
         f"test accuracy {100 * last['accuracy']:.2f} %, compression ratio {result['compression_ratio']:.1f}, "

@@ -9,7 +9,7 @@ The paper's 90 epochs with momentum SGD, on 16 GPUs of 2 machines: on 10.0.0.1 a
 
     python examples/imagenet.py --data DIR --dtype bfloat16 --coordinator 10.0.0.1:9876 --processes 2 --process 0
     ... --optimiser adam --learning-rate 0.001 --method "variance(alpha=2, threshold=0.1)"
-    ... --resume                                                                # goes on after the last whole epoch
+    ... --resume                                                                # goes on from the last checkpoint
 
 If a process is lost, the others print so and stop.
 
@@ -89,9 +89,9 @@ def make_task(
         mean = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return mean, updated["batch_stats"]
 
-    def batches(epoch):
+    def batches(epoch, first=0):
         order = np.random.default_rng((args.seed, epoch)).permutation(len(train.paths))[: steps * size]
-        return load_batches(args, decoders, train, order.reshape(steps, size), (args.seed, epoch))
+        return load_batches(args, decoders, train, order.reshape(steps, size)[first:], (args.seed, epoch))
 
     def prepare(key, batch):
         images, labels = batch

@@ -1,7 +1,8 @@
 """One training script for one machine or many: digits, data parallel, with compressed gradients.
 
 Every machine runs this same script; JAX joins the processes, and the mesh has the devices of all of them. Each process
-loads only its own workers' images. Process 0 prints. If a process dies, the others print so and stop.
+loads only its own workers' images. Process 0 prints. If a process dies, the others print so and stop. With --out, which
+all machines must share, training goes on from the last checkpoint with --resume; SIGTERM to any process saves one.
 
     python examples/multihost.py                    # one process, to try the script
     python examples/multihost.py --local 2          # two processes on this machine's CPU
@@ -13,17 +14,20 @@ loads only its own workers' images. Process 0 prints. If a process dies, the oth
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 from common import launch
-from common.cli import Parser, Problem, above_zero
+from common.checkpoints import Checkpoints, make_record, settings_of
+from common.cli import Parser, Problem, Stopped, above_zero
 from common.images import load_digits
 from common.mlp import Params, init_params, logits, loss_fn
 from jax.experimental import multihost_utils
@@ -91,34 +95,52 @@ def train(args: argparse.Namespace) -> None:
     moments = gcjax.value_and_moments if args.method == "variance" else None
     step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data", moments=moments)
     state = step.init(init_params(jax.random.key(args.seed)))  # with unequal seeds the first step raises
+    gcjax.check_agreement(mesh, steps=args.steps, checkpoints=[bool(args.out), args.checkpoint_every, args.resume])
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
-    seconds, sent = [], []
-    with tqdm(total=args.steps, file=sys.stdout, unit="step", disable=not is_first) as bar:
-        for batch in itertools.islice(batches(shards, own, args.batch, args.seed), args.steps):
+    seconds, done, sent = [], 0, {"wire": 0.0, "dense": 0.0}  # bytes
+    with contextlib.ExitStack() as stack:
+        checkpoints, should_stop = None, multihost_utils.reached_preemption_sync_point
+        if args.out:
+            checkpoints = stack.enter_context(Checkpoints(args.out))
+            should_stop = checkpoints.should_stop
+            state, record = checkpoints.start(state, args)
+            if record:
+                done, sent = record["done"], record["sent"]
+        bar = stack.enter_context(
+            tqdm(initial=done, total=args.steps, file=sys.stdout, unit="step", disable=not is_first)
+        )
+        for batch in itertools.islice(batches(shards, own, args.batch, args.seed), done, args.steps):
             begin = time.perf_counter()
             placed = [jax.make_array_from_process_local_data(over_workers, part) for part in batch]
             state, metrics = step(state, placed)
             loss = float(metrics.loss.addressable_shards[0].data[0])  # of one worker; waits for the step
             seconds.append(time.perf_counter() - begin)
-            sent.append(gcjax.info(state.opt_state))
-            bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{sent[-1].wire_ratio:.1f}", refresh=False)
+            launch.step_finished()
+            info, done = gcjax.info(state.opt_state), done + 1
+            sent = {"wire": sent["wire"] + info.wire_bytes, "dense": sent["dense"] + info.wire_ratio * info.wire_bytes}
+            bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{info.wire_ratio:.1f}", refresh=False)
             bar.update()
+            stop = should_stop(done)  # after SIGTERM to any process, all of them after the same step
+            if checkpoints and (stop or done % args.checkpoint_every == 0):
+                checkpoints.save(done, state, make_record(state, settings_of(args), done=done, sent=sent))
+            if stop:
+                saved = ", which is saved; --resume goes on from there" if checkpoints else ""
+                raise Stopped(f"SIGTERM: ended after step {done}{saved}")
 
     params = jax.device_get(state.params)  # each process has all of them
     digest = hash_of_all(params)
     if is_first:
         correct = np.argmax(logits(params, test[0]), axis=-1) == test[1]
-        wire_bytes = np.mean([s.wire_bytes for s in sent])
-        ratio = sum(s.wire_ratio * s.wire_bytes for s in sent) / max(sum(s.wire_bytes for s in sent), 1)
+        ratio = sent["dense"] / max(sent["wire"], 1)
         row = {
             "method": args.method,
             "processes": jax.process_count(),
             "workers": workers,
             "steps": args.steps,
             "test accuracy %": f"{100 * correct.mean():.2f}",
-            "wire bytes/step/worker": f"{wire_bytes:,.0f}",
+            "wire bytes/step/worker": f"{sent['wire'] / args.steps:,.0f}",
             "wire ratio": f"{ratio:.1f}" if workers > 1 else "-",
-            "ms/step": f"{1e3 * np.median(seconds):.1f}",
+            "ms/step": f"{1e3 * np.median(seconds):.1f}" if seconds else "-",
         }
         print("  ".join(name.rjust(len(str(value))) for name, value in row.items()))
         print("  ".join(str(value).rjust(len(name)) for name, value in row.items()))
@@ -148,8 +170,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=count, default=32, help="images per worker and step")
     parser.add_argument("--learning-rate", type=real, default=2e-3, help="of Adam")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches, the same for all")
+    parser.add_argument("--out", type=Path, help="folder for checkpoints; without it there are none")
+    parser.add_argument(
+        "--checkpoint-every", type=count, default=100, metavar="STEPS", help="steps between checkpoints"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    text = "with --resume: options that may differ from those of the checkpoint, for example: --allow steps"
+    parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help=text)
     args = parser.parse_args(arguments)
     launch.check_options(parser, args)
+    if args.resume and not args.out:
+        parser.error("--resume needs --out, the folder with the checkpoints")
     if args.local and not args.devices_per_process:
         args.devices_per_process = 1
     return args

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import signal
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -9,7 +10,19 @@ Number = TypeVar("Number", int, float)
 
 
 class Problem(Exception):
-    """An error that the user can fix. Its message is one line."""
+    """An error that the user can fix. Its message is one line.
+
+    Attributes:
+      status: exit status for it.
+    """
+
+    status = 2
+
+
+class Stopped(Problem):
+    """SIGTERM came, and training has ended in good order."""
+
+    status = 128 + signal.SIGTERM
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+MOST_PIXELS = 50_000_000
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -27,9 +28,14 @@ def decode(path: str, size: int, seed: Sequence[int] | None = None, margin: floa
 
     Returns:
       uint8[size, size, 3], RGB.
+
+    Raises:
+      ValueError: it has more than `MOST_PIXELS` pixels, which take 4 bytes each at worst.
     """
-    with Image.open(path) as image:
+    with Image.open(path) as image:  # reads no pixels yet
         width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
         rng = None if seed is None else np.random.default_rng(seed)
         crop = central_square(width, height, margin) if rng is None else random_crop(rng, width, height)
         left, top, right, bottom = crop
@@ -71,7 +77,8 @@ def serve(descriptor: int, shape: list[int]) -> None:
       descriptor: file descriptor of the shared memory.
       shape: of the memory, [slots, rows, size, size, 3].
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent reports it
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches all processes, SIGTERM may; the parent reports it
+        signal.signal(number, signal.SIG_IGN)
     slots = np.frombuffer(mmap.mmap(descriptor, math.prod(shape)), np.uint8).reshape(shape)
     for line in sys.stdin:
         slot, first, margin, images = json.loads(line)

@@ -1,6 +1,5 @@
 """CIFAR-10 from its official files, scikit-learn's digits, augmentation."""
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from common.cifar_pickle import read_batch
 from common.cli import Problem
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -53,37 +53,22 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         if len(content) == 0 or len(content) % 3073:
             raise Problem(f"{str(path)!r} has {len(content)} bytes, not a multiple of 3073: it is cut off, {again}")
         rows = content.reshape(-1, 3073)
-        labels, pixels = rows[:, 0], rows[:, 1:]
+        labels, pixels = rows[:, 0].tolist(), rows[:, 1:]
     else:
         try:
-            with open(path, "rb") as file:
-                batch = ArraysOnly(file, encoding="bytes").load()
-            labels, pixels = np.asarray(batch[b"labels"]), np.asarray(batch[b"data"])
-        except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            pixels, labels = read_batch(path.read_bytes())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Problem(f"{str(path)!r} cannot be read ({error or type(error).__name__}): {again}") from None
-        if pixels.ndim != 2 or pixels.shape != (len(labels), 3072):
-            raise Problem(f"{str(path)!r} has images of shape {pixels.shape} and {len(labels)} labels: {again}")
-    if labels.min() < 0 or labels.max() > 9:
-        raise Problem(f"{str(path)!r} has labels from {labels.min()} to {labels.max()}, not 0 to 9: {again}")
+    if not len(labels):
+        raise Problem(f"{str(path)!r} has no images: {again}")
+    for number, label in enumerate(labels):
+        if type(label) is not int or not 0 <= label <= 9:
+            what = (
+                repr(label)[:60] if isinstance(label, int | float | str | bytes) else f"of type {type(label).__name__}"
+            )
+            raise Problem(f"{str(path)!r} has the label {what} for image {number}, not a whole number up to 9: {again}")
     images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images, np.uint8), labels.astype(np.int32)
-
-
-class ArraysOnly(pickle.Unpickler):
-    """Loads containers and numpy arrays, which is all that CIFAR-10 has. Other pickles could run any code."""
-
-    ALLOWED = (
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("_codecs", "encode"),
-    )
-
-    def find_class(self, module: str, name: str) -> type:
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it calls {module}.{name}, which the files of CIFAR-10 do not")
-        return super().find_class(module, name)
+    return np.ascontiguousarray(images), np.array(labels, np.int32)
 
 
 def load_digits() -> ImageData:

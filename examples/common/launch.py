@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from common.cli import Problem, above_zero
+from common.cli import Problem, Stopped, above_zero
 from common.supervise import print_error, process_lost, supervise
 
 Job = Callable[[argparse.Namespace], None]
@@ -34,6 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat", type=count, default=10, metavar="SECONDS", help="of silence after which a process counts as lost"
     )
+    text = "without a finished step after which a process ends; ten times as long before the first one, to compile it"
+    parser.add_argument("--stall", type=count, default=600, metavar="SECONDS", help=text)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -193,12 +195,17 @@ def work(args: argparse.Namespace, job: Job) -> None:
     status = 1
     try:
         connect(args)
-        if jax.distributed.is_initialized() and jax.process_index():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo prints as well
+        if jax.distributed.is_initialized():
+            threading.Thread(target=end_when_stalled, args=(args.stall,), daemon=True).start()
+            if jax.process_index():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # gloo prints as well
         job(args)
         return
+    except Stopped as stopped:
+        print_error(str(stopped))
+        sys.exit(stopped.status)  # an orderly exit: every process raises this, and each may print it
     except Problem as problem:
-        status = 2
+        status = problem.status
         print_error(str(problem))
     except KeyboardInterrupt:
         os._exit(130)
@@ -220,3 +227,26 @@ def end_with_parent() -> None:
     """Exit when the pipe from the parent closes, which it does however the parent dies."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
+
+
+_last_step: list[float] = []  # when the last step finished; nothing before the first one
+
+
+def step_finished() -> None:
+    """Note that training goes on. Without it this process ends after `--stall` seconds, if there are others."""
+    _last_step[:] = [time.monotonic()]
+
+
+def end_when_stalled(seconds: float) -> None:
+    """Exit when no step has finished for so long: a collective that another process never joins waits for ever."""
+    begin = time.monotonic()
+    while True:
+        last, limit = (_last_step[0], seconds) if _last_step else (begin, 10 * seconds)
+        if (left := last + limit - time.monotonic()) <= 0:
+            print_error(
+                f"no step has finished for {limit:g} seconds, so this process ends. Most likely another process has "
+                "stopped, waits for its data, or has fewer steps to do: look at what the others printed last. If a "
+                "step, a checkpoint or an evaluation may take so long, give --stall more seconds"
+            )
+            os._exit(1)
+        time.sleep(left)

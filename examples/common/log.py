@@ -2,24 +2,23 @@
 
 import argparse
 import csv
+import io
 import json
 import math
 import platform
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import gcjax
-from common.cli import Problem
+from common.checkpoints import Checkpoints, json_value, make_record, settings_of
+from common.cli import Problem, Stopped
 
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
 
@@ -27,14 +26,25 @@ TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
 class Log:
     """Curves and checkpoints of a run, in the folder `args.out`. Only process 0 writes the curves.
 
+    The curves belong to the checkpoints: each has all rows up to its step, and the CSV files are written from them.
+
     Attributes:
       rows: the rows of steps.csv and epochs.csv so far.
       totals: of what a worker sent since the start.
       shown: the last score, for the progress bar.
     """
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.out = args, Path(args.out)
+    def __init__(self, args: argparse.Namespace, steps: int):
+        """Open the folder.
+
+        Args:
+          args: the options of `common.options.add_training`, and `out`.
+          steps: number of steps of an epoch.
+
+        Raises:
+          Problem: it cannot be made.
+        """
+        self.args, self.out, self.steps = args, Path(args.out), steps
         self.totals = dict.fromkeys(TOTALS, 0.0)
         self.shown: dict[str, str] = {}
         self.rows: dict[str, list[dict]] = {"steps": [], "epochs": []}
@@ -42,43 +52,32 @@ class Log:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Problem(f"--out: cannot make the folder {str(self.out)!r} ({error.strerror})") from error
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self.checkpoints = ocp.CheckpointManager((self.out / "checkpoints").absolute(), options=options)
+        self.checkpoints = Checkpoints(self.out / "checkpoints")
 
     def __enter__(self) -> "Log":
+        self.checkpoints.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.checkpoints.close()
+    def __exit__(self, *error: Any) -> None:
+        self.checkpoints.__exit__(*error)
 
-    def start(self, state: gcjax.TrainState) -> tuple[int, gcjax.TrainState]:
-        """The first epoch and the state to begin with: with `--resume` those of the last checkpoint.
+    def start(self, state: gcjax.TrainState) -> tuple[int, int, gcjax.TrainState]:
+        """Epoch, number of the step in it, and the state to begin with: with `--resume` those of the last checkpoint.
 
         Raises:
-          Problem: there is no checkpoint, or an unwanted one, or one of another model.
+          Problem: there is no checkpoint, or an unwanted one, or one of another run.
         """
-        last = self.checkpoints.latest_step()
-        if not self.args.resume:
-            if last is not None:
-                raise Problem(
-                    f"{str(self.out)!r} already holds a run: --resume goes on with it, or choose another --out"
-                )
-            return 0, state
-        if last is None:
-            raise Problem(f"--resume: there is no checkpoint in {str(self.out / 'checkpoints')!r}")
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), without_keys(state))
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(like), totals=ocp.args.JsonRestore())
-        try:
-            found = self.checkpoints.restore(last, args=wanted)
-        except ValueError as error:
+        state, record = self.checkpoints.start(state, self.args)
+        if record is None:
+            return 0, 0, state
+        if record["steps"] != self.steps and not self.args.allow:
             raise Problem(
-                f"--resume: the checkpoint is of another model, method or number of workers ({error})"
-            ) from None
-        self.totals = found["totals"]
-        for name, rows in self.rows.items():
-            with open(self.out / f"{name}.csv", newline="") as file:
-                rows.extend(row for row in read_rows(file) if row["epoch"] < last)
-        return last, with_keys(found["state"], state)
+                f"--resume: the checkpoint is of a run with {record['steps']} steps in an epoch, and here are "
+                f"{self.steps}: these are other data"
+            )
+        self.totals, self.shown, self.rows = record["totals"], record["shown"], record["rows"]
+        # If --allow has changed the number of steps, go on after the same share of the epoch.
+        return record["epoch"], record["number"] * self.steps // record["steps"], state
 
     def add_step(self, epoch: int, state: gcjax.TrainState, metrics: gcjax.Metrics, begin: float) -> dict[str, Any]:
         """Wait for a step that began at the time `begin`, and return its row."""
@@ -104,8 +103,8 @@ class Log:
         self.rows["steps"].append(row)
         return row
 
-    def end_epoch(self, epoch: int, state: gcjax.TrainState, scores: dict[str, float]) -> None:
-        """Add the row of an epoch, save a checkpoint and write the curves."""
+    def end_epoch(self, epoch: int, scores: dict[str, float]) -> None:
+        """Add the row of an epoch."""
         own = [row for row in self.rows["steps"] if row["epoch"] == epoch]
         loss = float(np.mean([row["loss"] for row in own]))
         seconds = float(np.sum([row["seconds"] for row in own]))
@@ -113,17 +112,40 @@ class Log:
         self.rows["epochs"].append(row)
         name, score = next(iter(scores.items()))
         self.shown = {name: f"{score:.4f}"}
-        saved = ocp.args.Composite(
-            state=ocp.args.StandardSave(without_keys(state)), totals=ocp.args.JsonSave(self.totals)
-        )
-        self.checkpoints.save(epoch + 1, args=saved)
-        self.checkpoints.wait_until_finished()
+
+    def save(self, state: gcjax.TrainState, epoch: int, number: int) -> None:
+        """Save a checkpoint if one is due: after an epoch, after each `--checkpoint-every` steps, after SIGTERM.
+
+        Args:
+          state: after the last step.
+          epoch: of the next step.
+          number: of the next step in it.
+
+        Raises:
+          Stopped: SIGTERM came; the checkpoint is saved.
+          Problem: it cannot be saved.
+        """
+        done = len(self.rows["steps"])
+        stop = self.checkpoints.should_stop(done)
+        if stop or number == 0 or (self.args.checkpoint_every and done % self.args.checkpoint_every == 0):
+            own = {"epoch": epoch, "number": number, "steps": self.steps, "totals": dict(self.totals)}
+            rows = {name: list(rows) for name, rows in self.rows.items()}
+            record = make_record(state, settings_of(self.args), **own, shown=self.shown, rows=rows)
+            self.checkpoints.save(done, state, record)
+        if stop or number == 0:
+            self._write_curves()
+        if stop:
+            self.checkpoints.wait()
+            raise Stopped(f"SIGTERM: ended after step {done}, which is saved; --resume goes on from there")
+
+    def _write_curves(self) -> None:
         if jax.process_index() == 0:
             for name, rows in self.rows.items():
-                with open(self.out / f"{name}.csv", "w", newline="") as file:
-                    table = csv.DictWriter(file, rows[0])
-                    table.writeheader()
-                    table.writerows(rows)
+                text = io.StringIO(newline="")
+                table = csv.DictWriter(text, rows[0] if rows else ())
+                table.writeheader()
+                table.writerows(rows)
+                write(self.out / f"{name}.csv", text.getvalue())
 
     def finish(self, parameters: int) -> dict[str, Any]:
         """Write result.json and curves.png.
@@ -148,40 +170,23 @@ class Log:
             "versions": {"python": platform.python_version(), **versions},
             "machine": f"{platform.machine()}, {jax.default_backend()}",
         }
+        self._write_curves()
         if jax.process_index() == 0:
-            (self.out / "result.json").write_text(json.dumps(result, indent=1))
+            write(self.out / "result.json", json.dumps(result, indent=1))
             plot(self.rows, f"{self.args.method[0]}, {self.args.optimiser}", self.out / "curves.png")
         return result
 
 
-def without_keys(state: gcjax.TrainState) -> gcjax.TrainState:
-    """The state with random keys as plain arrays, as checkpoints need them."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
-
-
-def with_keys(found: gcjax.TrainState, like: gcjax.TrainState) -> gcjax.TrainState:
-    """Undo `without_keys`; `like` says where the keys are."""
-
-    def restore(x, original):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(original)) if is_key(original) else x
-
-    return jax.tree.map(restore, found, like)
-
-
-def is_key(x: jax.Array) -> bool:
-    """Whether an array holds random keys."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def read_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The rows of steps.csv or epochs.csv, as numbers."""
-    for row in csv.DictReader(file):
-        yield {name: int(text) if name in ("step", "epoch") else float(text) for name, text in row.items()}
-
-
-def json_value(value: object) -> object:
-    """A value as it is, or as text if JSON does not know its type."""
-    return value if isinstance(value, int | float | str | bool | list | tuple | dict | None) else str(value)
+def write(path: Path, text: str) -> None:
+    """Write a file in one go: it is never cut off, whenever this process ends. Raises Problem if it cannot be."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(text, newline="")
+        new.replace(path)
+    except OSError as error:
+        raise Problem(
+            f"cannot write {str(path)!r} ({error.strerror}); --resume goes on from the last checkpoint"
+        ) from None
 
 
 def plot(rows: dict[str, list[dict]], title: str, path: Path) -> None:

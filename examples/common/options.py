@@ -150,4 +150,11 @@ def add_training(
         "--warmup-epochs", type=from_zero, default=0.0, help="over which the learning rate rises from 0"
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and augmentation")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    text = "go on from the last checkpoint in --out, with the same options"
+    parser.add_argument("--resume", action="store_true", help=text)
+    text = (
+        "with --resume: options that may differ from those of the checkpoint, for example: --allow epochs learning-rate"
+    )
+    parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help=text)
+    text = "steps between checkpoints; by default there is one after each epoch"
+    parser.add_argument("--checkpoint-every", type=count, metavar="STEPS", help=text)

@@ -11,8 +11,10 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from common.cli import Stopped
+
 NAME = f"{Path(sys.argv[0]).name}: "
-RUNTIME_LOG = re.compile(r"[WEF]\d{4} .*(coordination_service|preemption_sync|client\.h|add_port)")  # of JAX's runtime
+RUNTIME_LOG = re.compile(r"[WEF]\d{4} .*(coordination_service|preemption_|client\.h|add_port)")  # of JAX's runtime
 
 
 def print_error(text: str) -> None:
@@ -68,6 +70,7 @@ def supervise(commands: list[list[str]], args: argparse.Namespace) -> int:
     """
     children = [subprocess.Popen(c, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda *_: [child.send_signal(signal.SIGTERM) for child in children])
     live = len(children) == 1
     watchers = [threading.Thread(target=watch, args=(i, child, live, ended)) for i, child in enumerate(children)]
     for thread in watchers:
@@ -89,7 +92,7 @@ def supervise(commands: list[list[str]], args: argparse.Namespace) -> int:
         return 0
     if not last.explained:
         explain(last, args)
-    return 130 if last.status == 130 else 1
+    return last.status if last.status in (130, Stopped.status) else 1
 
 
 def explain(child: Ended, args: argparse.Namespace) -> None:

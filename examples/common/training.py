@@ -16,6 +16,8 @@ import optax
 from tqdm import tqdm
 
 import gcjax
+from common import launch
+from common.checkpoints import settings_of
 from common.cli import Problem
 from common.log import Log
 from common.options import learning_rate, make_compressor, make_optimiser
@@ -32,7 +34,8 @@ class Task(NamedTuple):
       loss: `loss(params, batch, key) -> loss`, or with a model state
         `loss(params, batch, key, model_state) -> (loss, model_state)`.
       steps: number of steps of an epoch.
-      batches: `batches(epoch)` yields this process's part of each batch of an epoch, NumPy arrays.
+      batches: `batches(epoch, first)` yields this process's part of each batch of an epoch, from batch `first` on, as
+        NumPy arrays.
       prepare: `prepare(key, batch) -> batch`, run by each worker on its part, for example augmentation.
       evaluate: `evaluate(params, model_state) -> scores` by name. The first one is shown and plotted.
       end: `end(params, model_state)`, called after the last epoch, or None.
@@ -41,7 +44,7 @@ class Task(NamedTuple):
     init: Callable[..., tuple[PyTree, PyTree]]
     loss: Callable[..., Any]
     steps: int
-    batches: Callable[[int], Iterator[PyTree]]
+    batches: Callable[[int, int], Iterator[PyTree]]
     prepare: Callable[..., PyTree]
     evaluate: Callable[..., dict[str, float]]
     end: Callable[..., None] | None = None
@@ -109,6 +112,7 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
       Problem: the options do not fit the devices, the method or the checkpoints, or the loss is not finite.
+      RuntimeError: (on all processes) they have different options or numbers of batches.
     """
     mesh, is_first = use_devices(args.workers), jax.process_index() == 0
     total = args.epochs * task.steps
@@ -119,24 +123,34 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
     prepare = prepare_on_workers(task.prepare, mesh)
     keys = jax.random.key(args.seed + 2)
-    with Log(args) as log:
-        first, state = log.start(state)
-        with tqdm(total=total, initial=first * task.steps, unit="step", file=sys.stdout, disable=not is_first) as bar:
-            for epoch in range(first, args.epochs):
-                for number, batch in enumerate(place_batches(task.batches(epoch), mesh)):
+    same = {"steps": task.steps, "resume": args.resume, "checkpoint_every": args.checkpoint_every}
+    gcjax.check_agreement(mesh, options=settings_of(args) | same)
+    with Log(args, task.steps) as log:
+        first_epoch, done, state = log.start(state)
+        initial = first_epoch * task.steps + done
+        with tqdm(total=total, initial=initial, unit="step", file=sys.stdout, disable=not is_first) as bar:
+            for epoch in range(first_epoch, args.epochs):
+                batches = exactly(task.steps - done, task.batches(epoch, done))
+                for batch in place_batches(batches, mesh):
                     begin = time.perf_counter()
-                    key = jax.random.fold_in(keys, epoch * task.steps + number)
+                    key = jax.random.fold_in(keys, epoch * task.steps + done)
                     state, metrics = step(state, prepare(key, batch))
+                    done += 1
                     row = log.add_step(epoch, state, metrics, begin)
+                    launch.step_finished()
                     shown = {"loss": f"{row['loss']:.3f}", "compression": f"{row['compression_ratio']:.0f}"}
                     bar.set_postfix(shown | log.shown, refresh=False)
                     bar.update()
                     if not math.isfinite(row["loss"]):
                         raise Problem(
                             f"the loss is {row['loss']} in step {row['step']}: training has diverged. A smaller "
-                            "--learning-rate may help; --resume goes on from the last epoch"
+                            "--learning-rate may help; --resume goes on from the last checkpoint"
                         )
-                log.end_epoch(epoch, state, task.evaluate(*on_host(state)))
+                    if done < task.steps:
+                        log.save(state, epoch, done)
+                log.end_epoch(epoch, task.evaluate(*on_host(state)))
+                done = 0
+                log.save(state, epoch + 1, done)
         if task.end is not None:
             task.end(*on_host(state))
         return log.finish(parameters)
@@ -171,6 +185,18 @@ def prepare_on_workers(prepare: Callable[..., PyTree], mesh: jax.sharding.Mesh) 
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
     return jax.jit(run)
+
+
+def exactly(count: int, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Yield the batches. Raises Problem if they are not `count`: another process would wait for this one for ever."""
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        if number > count:
+            break
+        yield batch
+    if number != count:
+        found = "more" if number > count else f"{number}"
+        raise Problem(f"this process has {found} batches where {count} remain in the epoch")
 
 
 def place_batches(batches: Iterable[PyTree], mesh: jax.sharding.Mesh) -> Iterator[PyTree]:

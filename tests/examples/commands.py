@@ -33,6 +33,12 @@ def run(script, *options, many_steps=False):
     return subprocess.run(command(script, *options), env=variables, capture_output=True, text=True, timeout=LIMIT)
 
 
+def start(script, *options):
+    """Start an example."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command(script, *options), env=environment(), text=True, **pipes)
+
+
 def result(out):
     """What a training run wrote about itself."""
     return json.loads((out / "result.json").read_text())

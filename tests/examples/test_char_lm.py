@@ -88,6 +88,7 @@ def test_each_epoch_has_other_sequences_none_twice(file):
     epochs = []
     for epoch in (0, 1, 0):
         batches = list(task.batches(epoch))
+        np.testing.assert_array_equal(list(task.batches(epoch, 7)), batches[7:])
         assert len(batches) == task.steps > 10
         assert {batch.shape for batch in batches} == {(16, 17)}
         sequences = ["".join(alphabet[i] for i in row) for batch in batches for row in batch]
@@ -210,7 +211,7 @@ def test_a_resumed_run_ends_with_the_same_curves_and_text(file, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train(file, whole, *options, "--epochs", "2").returncode == 0
     assert train(file, cut, *options, "--epochs", "1").returncode == 0
-    done = train(file, cut, *options, "--epochs", "2", "--resume")
+    done = train(file, cut, *options, "--epochs", "2", "--resume", "--allow", "epochs")
     assert done.returncode == 0, done.stderr
     assert curve(whole, "epochs") == curve(cut, "epochs")
     assert (whole / "sample.txt").read_text() == (cut / "sample.txt").read_text()

@@ -33,6 +33,8 @@ def test_it_trains_on_an_image_folder(image_tree):
     task = cifar10.make_task(args, cifar10.load_data(args))
     images, labels = next(task.batches(0))
     assert (task.steps, images.shape, labels.dtype) == (3, (8, 32, 32, 3), np.int32)
+    for tail, batch in zip(list(task.batches(0))[2:], task.batches(0, 2), strict=True):
+        np.testing.assert_array_equal(tail[0], batch[0])
     assert jax.eval_shape(task.init, jax.random.key(0))[0]["Dense_0"]["bias"].shape == (3,)
 
 
@@ -44,9 +46,11 @@ def test_a_resumed_run_ends_with_the_same_curves(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout.splitlines()[-1]
     shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / "2")
+    (cut / "checkpoints" / "10" / "run" / "metadata").write_text("damaged")
+    (cut / "steps.csv").unlink()
     done = run("cifar10.py", *options, "--out", cut, "--resume")
     assert done.returncode == 0, done.stderr
+    assert "step 10 is damaged" in done.stdout
     for name, length in (("steps", 10), ("epochs", 2)):
         assert curve(whole, name) == curve(cut, name)
         assert len(curve(cut, name)) == length
@@ -72,7 +76,8 @@ def test_errors_of_the_user_give_one_line(tmp_path):
     for options, message in [
         ([*small, "--out", out], "--resume goes on"),
         ([*small, "--out", tmp_path / "new", "--resume"], "no checkpoint"),
-        ([*small, "--out", out, "--resume", "--width", "16"], "another model"),
+        ([*small, "--out", out, "--resume", "--width", "16"], "--width 8, not 16"),
+        ([*small, "--out", out, "--resume", "--width", "16", "--allow", "width"], "another model"),
         ([*small, "--out", tmp_path / "data", "--batch", "32"], "more than the 16 training images"),
         (["--data", tmp_path / "none", "--out", out], "no CIFAR-10"),
         ([*small, "--out", tmp_path / "fast", "--learning-rate", "1e30", "--epochs", "3"], "diverged"),

@@ -1,6 +1,9 @@
 """examples/common/decode.py: crops, scales and colours."""
 
+import os
+
 import numpy as np
+import pytest
 from common.decode import decode
 from pictures import RNG, write
 from PIL import Image
@@ -68,3 +71,10 @@ def test_grey_and_transparent_images_become_rgb(tmp_path):
     np.testing.assert_array_equal(decode(write(tmp_path / "grey.png", pixels=grey), 8), np.stack([grey] * 3, -1))
     four = RNG.integers(0, 256, (8, 8, 4), np.uint8)
     np.testing.assert_array_equal(decode(write(tmp_path / "four.png", pixels=four), 8), four[..., :3])
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path):
+    Image.new("1", (10_000, 5_001)).save(tmp_path / "large.png")
+    os.truncate(tmp_path / "large.png", 100)  # without pixels
+    with pytest.raises(ValueError, match="10000 x 5001 pixels are more than 50,000,000"):
+        decode(str(tmp_path / "large.png"), 32)

@@ -3,7 +3,10 @@
 import concurrent.futures
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +41,8 @@ def task_on(image_tree, *options, decoders=None):
 def test_batches_follow_from_seed_epoch_and_image(image_tree):
     task, _ = task_on(image_tree, "--seed", "3")
     (first, labels), (second, _) = task.batches(5)
+    ((last, _),) = task.batches(5, 1)
+    np.testing.assert_array_equal(last, second)
     assert task.steps == 2
     paths = folders.find_images(image_tree)[0].paths
     rows = np.concatenate([first, second])
@@ -133,19 +138,26 @@ def test_a_resumed_run_ends_with_the_same_curves(image_tree, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train(image_tree, whole, *options, "--epochs", "2").returncode == 0
     assert train(image_tree, cut, *options, "--epochs", "1").returncode == 0
-    done = train(image_tree, cut, *options, "--epochs", "2", "--resume", "--decoders", "3")
+    done = train(image_tree, cut, *options, "--epochs", "2", "--resume", "--allow", "epochs", "--decoders", "3")
     assert done.returncode == 0, done.stderr
     assert commands.curve(whole, "epochs") == commands.curve(cut, "epochs")
 
 
-def train_on_two(tree, out, *options):
-    """Two processes of one worker each."""
+def train_on_two(tree, out, *options, then=lambda processes: None):
+    """Two processes of one worker each, which `then` may disturb."""
     with socket.socket() as held:
         held.bind(("localhost", 0))
         join = ("--coordinator", f"localhost:{held.getsockname()[1]}", "--processes", "2", "--decoders", "1")
+    options = ("--data", tree, "--out", out, *OPTIONS, *options, *join)
+    started = [commands.start("imagenet.py", *options, "--process", str(i)) for i in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        started = [pool.submit(train, tree, out, *options, *join, "--process", str(i)) for i in range(2)]
-        return [one.result() for one in started]
+        ends = [pool.submit(process.communicate, timeout=commands.LIMIT) for process in started]
+        then(started)
+        written = [end.result() for end in ends]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(started, written, strict=True)
+    ]
 
 
 @pytest.mark.full
@@ -158,6 +170,26 @@ def test_two_processes_train_as_one(image_tree, tmp_path):
     two, one = (commands.result(tmp_path / name)["epochs"][0] for name in ("two", "one"))
     same = ("accuracy", "top_5_accuracy", "sent", "wire_bytes")  # the loss is that of the process's own workers
     assert [two[name] for name in same] == [one[name] for name in same]
+
+
+@pytest.mark.full
+def test_after_sigterm_two_processes_go_on_bit_for_bit(image_tree, tmp_path):
+    options, cut = ("--epochs", "15", "--checkpoint-every", "3"), tmp_path / "cut"
+
+    def terminate(processes):
+        while not (cut / "epochs.csv").exists() and processes[1].poll() is None:
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGTERM)
+
+    both = train_on_two(image_tree, cut, *options, then=terminate)
+    assert [done.returncode for done in both] == [128 + signal.SIGTERM] * 2, both
+    assert len({re.search(r"^imagenet.py: SIGTERM: ended after step \d+", done.stderr, re.M)[0] for done in both}) == 1
+    assert 2 < len(commands.curve(cut, "steps")) < 30
+    for out, more in ((cut, ["--resume"]), (tmp_path / "whole", [])):
+        both = train_on_two(image_tree, out, *options, *more)
+        assert [done.returncode for done in both] == [0, 0], both
+    for name in ("steps", "epochs"):
+        assert commands.curve(cut, name) == commands.curve(tmp_path / "whole", name)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -94,19 +95,24 @@ def test_samples_do_not_depend_on_the_number_of_processes():
             np.testing.assert_array_equal(together, np.concatenate(apart))
 
 
+def wait_for_steps(process):
+    """Wait until process 0 shows progress, as it does once training is under way."""
+    reading = threading.Timer(LIMIT, process.kill)
+    reading.start()
+    shown = ""
+    while "loss=" not in shown:
+        character = process.stdout.read(1)
+        assert character, process.stderr.read()
+        shown += character
+    reading.cancel()
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_after_a_kill_the_other_stops_and_says_so(victim, start, port):
     options = ("--method=dense", "--steps=1000000")
     processes = [start(*member(port, i, *options, *["--child"] * (i == victim))) for i in (0, 1)]
-    reading = threading.Timer(LIMIT, processes[0].kill)
-    reading.start()
-    shown = ""
-    while "loss=" not in shown:  # process 0 shows progress once training is under way
-        character = processes[0].stdout.read(1)
-        assert character, processes[0].stderr.read()
-        shown += character
-    reading.cancel()
-    threading.Thread(target=processes[0].stdout.read, daemon=True).start()
+    wait_for_steps(processes[0])
     processes[victim].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     status = processes[1 - victim].wait(timeout=LIMIT)
@@ -118,13 +124,72 @@ def test_after_a_kill_the_other_stops_and_says_so(victim, start, port):
     assert "Check failure" not in errors
 
 
-def test_different_options_are_named_before_the_first_step(start, port):
-    for process in [start(*member(port, i, f"--alpha={1.5 + 0.25 * i}")) for i in (0, 1)]:
+@pytest.mark.parametrize("told", ["worker", pytest.param("parent", marks=pytest.mark.full)])
+def test_after_sigterm_all_processes_save_and_training_goes_on_bit_for_bit(told, start, port, tmp_path):
+    options = ("--method=top_k", "--batch=8", f"--out={tmp_path}")
+    first = [start(*member(port, i, *options, "--steps=1000000", *["--child"] * (told == "worker"))) for i in (0, 1)]
+    wait_for_steps(first[0])
+    first[1].send_signal(signal.SIGTERM)
+    said = set()
+    for process in first:
+        assert process.wait(timeout=LIMIT) == 128 + signal.SIGTERM
+        errors = process.stderr.read()
+        assert "Traceback" not in errors
+        assert told == "worker" or errors.count("\n") == 1  # a parent leaves out the runtime's log
+        said.add(
+            re.search(r"^multihost.py: SIGTERM: ended after step (\d+), which is saved; --resume", errors, re.M)[1]
+        )
+    (done,) = map(int, said)  # both say the same
+    options = (*options, f"--steps={done + 20}", "--devices-per-process=2")
+    status, again, errors = finish(start(*options, "--resume", "--allow", "steps"))
+    assert status == 0, errors
+    status, whole, errors = finish(start(*options[:2], *options[3:]))
+    assert status == 0, errors
+    assert digest(again) == digest(whole)
+    assert again.split("ms/step")[1].split()[:7] == whole.split("ms/step")[1].split()[:7]
+
+
+STALLED = "no step has finished for 3 seconds, so this process ends."
+
+
+def test_a_process_without_a_finished_step_ends():
+    code = "from common import launch; launch.step_finished(); launch.end_when_stalled(3)"
+    variables = commands.environment() | {"PYTHONPATH": str(commands.ROOT / "examples")}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert STALLED in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.full
+def test_if_another_process_stops_the_rest_end(start, port):
+    options = ("--method=dense", "--steps=1000000", "--stall=3", "--child")
+    processes = [start(*member(port, i, *options)) for i in (0, 1)]
+    wait_for_steps(processes[0])
+    processes[1].send_signal(signal.SIGSTOP)
+    assert processes[0].wait(timeout=LIMIT) == 1
+    errors = processes[0].stderr.read()
+    assert f"multihost.py: {STALLED}" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--steps=20", "--steps=21"], "process 0 has `[^`]*20[^`]*` where process 1 has `[^`]*21"),
+        pytest.param(
+            ["--alpha=1.5", "--alpha=1.75"],
+            r"process 0 has `[^`]*<1.5\d*e\+00>[^`]*` where process 1 has `[^`]*<1.75\d*e\+00>",
+            marks=pytest.mark.full,  # by default: tests/training/test_several_processes.py
+        ),
+    ],
+)
+def test_different_options_are_named_before_the_first_step(options, named, start, port):
+    for process in [start(*member(port, i, options[i])) for i in (0, 1)]:
         status, out, errors = finish(process)
         words = " ".join(errors.split())
         assert status == 1
         assert words.startswith("multihost.py: the processes do not agree")
-        assert re.search(r"process 0 has `[^`]*<1.5\d*e\+00>[^`]*` where process 1 has `[^`]*<1.75\d*e\+00>", words)
+        assert re.search(named, words)
         assert "loss=" not in out
 
 
