@@ -97,6 +97,8 @@ def compress(
         layout = layout_of(updates)
         sum_grad_squared = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, sum_grad_squared)
+        if not compressor.uses_squares:  # so that XLA computes none
+            sum_grad_squared = None
         if not layout.buckets:
             return updates, state
         if not worker_axes and not inner_axes:
@@ -123,8 +125,7 @@ def compress(
         any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
-        squares = taken.squares if compressor.uses_squares else (None,) * len(taken.squares)
-        claims = in_32_bits(old_report.symptoms.claims)(taken.gradients, squares, comm)
+        claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
         largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
         agreed = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0])
         all_finite = agreed == 0
@@ -163,7 +164,7 @@ def _taken_in(layout: Layout, updates: PyTree, sum_grad_squared: PyTree) -> Grad
 def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
     """What has to wait for the next step: the squares only if they are used, and then always."""
     if not uses_squares:
-        return taken._replace(squares=(None,) * len(taken.squares))
+        return taken
     pairs = zip(*taken, strict=True)
     return taken._replace(squares=tuple(tuple(g * g for g in gs) if s is None else s for gs, s in pairs))
 
