@@ -21,10 +21,9 @@ from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_
 
 
 def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
-    r"""Averages every worker's model with its neighbours' while it takes its own step.
+    """Averages every worker's model with its neighbours' while it takes its own step.
 
-    .. math::
-        x_i \leftarrow \sum_j W_{ij} x_j + u_i
+        x_i <- sum_j W_ij x_j + u_i
 
     with the incoming updates u and the weights W of `mixing_matrix`: 1/3 each on a ring. The larger
     `gcjax.gossip.spectral_gap(graph, workers)`, the faster the workers agree. The models before the local update are

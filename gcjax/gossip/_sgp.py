@@ -25,10 +25,11 @@ from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_
 
 
 def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
-    r"""Sends half of each worker's model in every update, to its neighbours in turn.
+    """Sends half of each worker's model in every update, to its neighbours in turn.
 
-    .. math::
-        x_i = w_i z_i + u_i, \qquad (x_i, w_i) \leftarrow \sum_j P_{ij} (x_j, w_j), \qquad z_i = x_i / w_i
+        x_i = w_i z_i + u_i
+        (x_i, w_i) <- sum_j P_ij (x_j, w_j)
+        z_i = x_i / w_i
 
     with the incoming updates u. P is column stochastic: a worker keeps half and sends half, or keeps everything if it
     has no neighbour in this round. **The parameters are z, the de-biased ones**: the gradient is taken at them, and

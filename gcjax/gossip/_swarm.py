@@ -47,10 +47,9 @@ def swarm_average(
     key: Array,
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages the models of random pairs of workers in every `local_steps`-th update.
+    """Averages the models of random pairs of workers in every `local_steps`-th update.
 
-    .. math::
-        x_i \leftarrow x_i + \tfrac12 (Q(x_j) - Q(x_i))
+        x_i <- x_i + (Q(x_j) - Q(x_i)) / 2
 
     for the pairs (i, j) of a matching, which a shared key draws from `matchings(graph, workers)`. Without `bits`, Q is
     the identity. With `bits` it is the modulo lattice of Davies et al., whose error depends on how far apart the models

@@ -95,16 +95,15 @@ def demo_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
+    """Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
 
-    .. math::
-        \Delta \leftarrow \beta \Delta + g, \qquad
-        q = \text{the } k \text{ largest coefficients of each chunk of } \mathrm{DCT}(\Delta), \qquad
-        \Delta \leftarrow \Delta - \mathrm{DCT}^{-1}(q)
+        D <- decay * D + g
+        q = the top_k largest coefficients of each chunk of DCT(D)
+        D <- D - inverse DCT(q)
 
-    and the update is :math:`\mathrm{DCT}^{-1}` of the mean of q over the workers. DCT is the orthonormal discrete
+    and the update is the inverse DCT of the mean of q over the workers. DCT is the orthonormal discrete
     cosine transform, type II. A matrix is divided into chunks of 64 x 64 and transformed along both axes, a vector into
-    chunks of 64. DeMo takes the sign of the update, and no momentum besides :math:`\Delta`. Weight decay and learning
+    chunks of 64. DeMo takes the sign of the update, and no momentum besides D. Weight decay and learning
     rate come after that: `optax.chain(gcjax.demo_compress(), optax.scale_by_sign(), optax.add_decayed_weights(0.1),
     optax.scale_by_learning_rate(1e-3))`. Clipping may come before it.
 
