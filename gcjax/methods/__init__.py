@@ -1,6 +1,6 @@
 """The methods, one module each, and `METHODS`, the table of them.
 
-The table feeds the exports of `gcjax`, the planner, the benches, the laws and the table of methods in the README. A
+The table feeds the exports of `gcjax`, the planner, the benches, the laws and the table in docs/methods.md. A
 method that is not in it does not exist for them.
 """
 
@@ -93,7 +93,7 @@ class MethodRow(NamedTuple):
     """A method's row of the table.
 
     Attributes:
-      readme: cells of the README's table, separated by " | ": call, bytes for N parameters, whether it keeps a
+      readme: cells of the table in docs/methods.md, separated by " | ": call, bytes for N parameters, whether it keeps a
         residual, source. What the method sends is the first line of its docstring.
       settings: label -> a function that makes the transform, without axis names, for a workload: what the planner and
         the benches measure. Payloads have just the slots that they need.
