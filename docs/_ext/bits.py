@@ -1,13 +1,13 @@
 """The directive `bits`: a picture of the fields of a word or a message.
 
     ```{bits} The paper's word
-    sign 1
-    exponent 3
-    index 28
+    sign: 1
+    exponent: 3
+    index: 28
     ```
 
-Each line is a field's name and the bits that it takes; `~` in front of the number says that it varies. Widths follow
-the square root of the bits, so that a field of one bit stays visible.
+Each line is a field's name and its bits, a number or a few words. Widths follow the square root of the bits, so that a
+field of one bit stays visible.
 """
 
 import html
@@ -27,18 +27,22 @@ class Bits(Directive):
     final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        fields = [line.rsplit(maxsplit=1) for line in self.content if line.strip()]
-        if any(len(field) != 2 or not field[1].lstrip("~").isdigit() for field in fields):
-            raise self.error("each line is a name and a number of bits, such as `index 28`")
+        fields = [line.split(": ", 1) for line in self.content if line.strip()]
+        if any(len(field) != 2 for field in fields):
+            raise self.error("each line is a name and its bits, such as `index: 28`")
         caption = self.arguments[0]
-        label = f"{caption}: " + ", ".join(f"{name} {size} bits" for name, size in fields)
+        label = f"{caption}: " + ", ".join(f"{name} {size}" for name, size in fields)
         picture = nodes.raw("", _svg(fields, label), format="html")
         figure = nodes.figure("", picture, nodes.caption("", caption))
         return [figure]
 
 
 def _svg(fields: list[list[str]], label: str) -> str:
-    shares = [max(math.sqrt(int(size.lstrip("~"))), 0.18 * len(name) + 0.6) for name, size in fields]
+    bits = [int(size) if size.isdigit() else 32 for _, size in fields]
+    shares = [
+        max(math.sqrt(count), 0.3 * len(name), 0.25 * len(size))
+        for count, (name, size) in zip(bits, fields, strict=True)
+    ]
     parts, left = [], 0.0
     for number, ((name, size), share) in enumerate(zip(fields, shares, strict=True)):
         width, colour = WIDTH * share / sum(shares), COLOURS[number % len(COLOURS)]
@@ -47,7 +51,7 @@ def _svg(fields: list[list[str]], label: str) -> str:
             f'<rect x="{left + 1:.1f}" y="1" width="{width - 2:.1f}" height="{HEIGHT - 2}" rx="4" fill="{colour}" '
             f'fill-opacity="0.18" stroke="{colour}"/>'
             f'<text x="{middle:.1f}" y="20">{html.escape(name)}</text>'
-            f'<text x="{middle:.1f}" y="37" class="size">{html.escape(size.replace("~", "about "))}</text>'
+            f'<text x="{middle:.1f}" y="37" class="size">{html.escape(size)}</text>'
         )
         left += width
     return (

@@ -93,8 +93,8 @@ class MethodRow(NamedTuple):
     """A method's row of the table.
 
     Attributes:
-      readme: cells of the table in docs/methods.md, separated by " | ": call, bytes for N parameters, whether it keeps a
-        residual, source. What the method sends is the first line of its docstring.
+      readme: cells of the table in docs/methods.md, separated by " | ": call, bytes for N parameters, whether it keeps
+        a residual, source. What the method sends is the first line of its docstring.
       settings: label -> a function that makes the transform, without axis names, for a workload: what the planner and
         the benches measure. Payloads have just the slots that they need.
       sparse: sends a share of the entries that can be chosen.
