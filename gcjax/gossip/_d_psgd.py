@@ -44,6 +44,12 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
 
     **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
     around the optimiser before this transform.
+
+    >>> import gcjax, jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.d_psgd("ring"))  # a single worker: nothing is averaged
+    >>> params = jnp.ones(3)
+    >>> tx.update(params, tx.init(params), params)[0].tolist()
+    [-0.5, -0.5, -0.5]
     """
     check_graph(graph)
 

@@ -54,6 +54,12 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
 
     **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
     around the optimiser before this transform.
+
+    >>> import gcjax, jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.sgp())  # a single worker: nothing is sent
+    >>> params = jnp.ones(3)
+    >>> tx.update(params, tx.init(params), params)[0].tolist()
+    [-0.5, -0.5, -0.5]
     """
     check_graph(graph)
     axes = axis_tuple(axis_name)
