@@ -65,6 +65,19 @@ def test_every_public_name_is_in_the_reference(page):
     assert len(found) == len(objects)
 
 
+@pytest.mark.parametrize("page", ["gcjax", "gossip", "flax"])
+def test_every_function_states_its_arguments_and_shows_an_example(page):
+    elsewhere = {"check_agreement", "measure_costs", "compress", "local_sgd"}  # pages and examples run them
+    for name in public_names(MODULES[page]):
+        x = getattr(MODULES[page], name)
+        if not inspect.isfunction(x) or name.startswith("_"):
+            continue
+        text = inspect.getdoc(x)
+        assert name in elsewhere or ">>> " in text, name
+        assert page == "gossip" or "Args:" in text, name
+        assert ":math:" not in text, f"{name}: write formulas as plain text, which help() shows"
+
+
 def test_table_of_methods_is_current():
     text = readme_table.PAGE.read_text()
     assert text.count(readme_table.BEGIN) == text.count(readme_table.END) == 1
