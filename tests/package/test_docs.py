@@ -78,6 +78,15 @@ def test_every_function_states_its_arguments_and_shows_an_example(page):
         assert ":math:" not in text, f"{name}: write formulas as plain text, which help() shows"
 
 
+def test_messages_of_the_traps_are_those_of_the_sources():
+    sources = "\n".join(path.read_text() for path in (ROOT / "gcjax").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # long messages stand on several lines
+    _, _, table = (DOCS / "traps.md").read_text().partition("## Which message means what?")
+    messages = re.findall(r'^\| "(.*?)" \|', table, re.MULTILINE)
+    assert len(messages) > 15
+    assert [m for m in messages if not all(part.strip() in joined for part in m.split("..."))] == []
+
+
 def test_table_of_methods_is_current():
     text = readme_table.PAGE.read_text()
     assert text.count(readme_table.BEGIN) == text.count(readme_table.END) == 1
