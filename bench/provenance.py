@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import machine
+from bench import machine, programs
 from bench.machine import ROOT
 
 RESULTS = ROOT / "bench" / "results"
@@ -29,6 +29,7 @@ SOURCES = {
     "plan_errors": ("bench/plan_errors.py", "bench/network"),
     "scaling": ("bench/scaling.py",),
     "step": ("bench/step.py",),
+    "table-long": _CIFAR10,
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,
     "wire": ("bench/wire.py",),
@@ -56,12 +57,13 @@ def origin(result: str) -> dict[str, str]:
 
 
 def source_digest(result: str, root: Path = ROOT) -> str:
-    """Short SHA-256 of the Python files that a result depends on: the package and those in `SOURCES`."""
+    """Short SHA-256 of the Python code that a result depends on: the package and the files in `SOURCES`."""
     digest = hashlib.sha256()
     for name in ("gcjax", *SOURCES[result]):
         path = root / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(f"{file.relative_to(root).as_posix()}\n".encode() + file.read_bytes())
+            code = programs.without_docstrings(file.read_text())
+            digest.update(f"{file.relative_to(root).as_posix()}\n{code}".encode())
     return digest.hexdigest()[:12]
 
 
@@ -70,7 +72,8 @@ def outdated(record: dict, result: str) -> list[str]:
 
     Args:
       record: the content of a result file. Besides the whole, each of its `runs` and its part measured `later` may
-        have a `source` and a `commit`. What was `measured` for another `result` counts too.
+        have a `source` and a `commit`. What was `measured` for another `result` counts too. A run that has a `program`
+        is current as long as its `command` executes that, whatever else has changed in the sources.
       result: its name in `SOURCES`.
     """
     runs = record.get("runs", [])
@@ -79,9 +82,11 @@ def outdated(record: dict, result: str) -> list[str]:
         parts.insert(0, record)
     parts += [record[name] for name in ("later", "measured") if name in record]
     first = record.get("commit") or record.get("machine", {}).get("commit")
+    changed = [part for part in parts if part.get("source") != source_digest(part.get("result", result))]
+    digests = iter(programs.digests([part["command"] for part in changed if "program" in part]))
     commits = []
-    for part in parts:
-        if part.get("source") != source_digest(part.get("result", result)):
+    for part in changed:
+        if "program" not in part or part["program"] != next(digests):
             commit = part.get("commit") or (first if part.get("source") == record.get("source") else None)
             commits.append((commit or "unknown")[:12])
     return list(dict.fromkeys(commits))

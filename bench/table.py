@@ -4,6 +4,7 @@ Each run is one call of examples/cifar10.py, printed by --list. Finished runs ar
 interrupted table continues where it stopped, and an interrupted run after its last whole epoch.
 
     python -m bench.table --data DIR                         # --size small: a CNN, for 2 CPU cores; hours
+    python -m bench.table --data DIR --size long             # 30 epochs in place of 6
     python -m bench.table --data DIR --rows dense "variance 1.5" --optimisers adam --seeds 3
     python -m bench.table --data DIR --size paper            # the paper's network and 300 epochs, for GPUs; not yet run
     python -m bench.table --report                           # table and plot again, from the result file
@@ -27,12 +28,17 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from tqdm import tqdm
 
-from bench import machine, provenance
+from bench import machine, programs, provenance
 
 BOTH, SGD = ("adam", "sgd"), ("sgd",)
 SIZES = {
     "small": {
         "common": "--model cnn --batch 64 --epochs 6 --schedule cosine",
+        "adam": "--learning-rate 0.002",
+        "sgd": "--learning-rate 0.02",
+    },
+    "long": {
+        "common": "--model cnn --batch 64 --epochs 30 --schedule cosine",
         "adam": "--learning-rate 0.002",
         "sgd": "--learning-rate 0.02",
     },
@@ -136,10 +142,11 @@ def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
     checkpoints = out / "checkpoints"
     resume = ["--resume"] if checkpoints.is_dir() and any(checkpoints.iterdir()) else []
     core = cores.get()
+    [program] = programs.digests([text])  # before the run, as the sources may change during it
     arguments = [*shlex.split(text), "--data", str(args.data), "--out", str(out), *resume]
     done = machine.run_example("cifar10.py", arguments, core)
     cores.put(core)
-    record = job._asdict() | {"command": text}
+    record = job._asdict() | {"command": text, "program": program}
     if done.returncode:
         # A run that diverges is a result: what the method does with these settings.
         last = done.stderr.strip().splitlines()[-1]

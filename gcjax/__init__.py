@@ -17,6 +17,7 @@ from gcjax._planner.prediction import Plan
 from gcjax._training.compressed_grad import compressed_value_and_grad
 from gcjax._training.consistency import check_agreement
 from gcjax._training.local import local_gradients, local_transform
+from gcjax._training.resize import resize, restore_target
 from gcjax._training.sharding import distribute, init_sharded, state_specs
 from gcjax._training.step import Metrics, TrainState, make_train_step
 from gcjax._version import __version__ as __version__
@@ -52,6 +53,8 @@ __all__ = [
     "make_train_step",
     "measure_costs",
     "plan",
+    "resize",
+    "restore_target",
     "scale_first",
     "state_specs",
     "value_and_moments",

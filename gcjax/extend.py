@@ -15,6 +15,7 @@ unchanged state where `all_finite` is False, and a report that says what was sen
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, SendReport, dense_report
 from gcjax._core.error_feedback import CodecState, dense_codec, gather_mean, parameters_only
+from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
@@ -58,6 +59,7 @@ __all__ = [
     "Exchanged",
     "Groups",
     "Message",
+    "Mixing",
     "PerWorker",
     "Reset",
     "Segment",

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, set before JAX starts; generated inputs fixed in continuous integration."""
 
+import collections
 import gc
 import itertools
 import os
@@ -19,6 +20,9 @@ if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # set it to compile as users do
     ]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+# Programs that have not changed since the last run are not compiled again. `pytest --cache-clear` forgets them.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "programs"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 settings.register_profile("fixed", derandomize=True)
 if os.environ.get("CI"):
@@ -27,6 +31,22 @@ if os.environ.get("CI"):
 MAPS = Path("/proc/self/maps")
 MANY_MAPS = 35_000
 _tests_run = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the tests marked `full`
+def pytest_collection_modifyitems(items):
+    """Mark as `full` what `sample(n)` leaves out: all but n cases of a test, spread evenly over them."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for found in cases.values():
+        found = [item for item in found if not item.get_closest_marker("full")]
+        (count,) = found[0].get_closest_marker("sample").args
+        kept = {round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker("full")
 
 
 @pytest.fixture(autouse=True)

@@ -112,15 +112,8 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """
     mesh, is_first = use_devices(args.workers), jax.process_index() == 0
     total = args.epochs * task.steps
-    rate = learning_rate(args.schedule, args.learning_rate, total, args.epochs, args.warmup_epochs)
-    optimiser = make_optimiser(args.optimiser, rate, args.momentum, args.weight_decay)
-    tx = optax.chain(make_compressor(args.method, "data"), optimiser)
-    # Optimising the code that draws each parameter would take a third of all compile time.
-    init = jax.jit(task.init, compiler_options={"xla_backend_optimization_level": 0})
-    params, model_state = init(jax.random.key(args.seed))
-    step = gcjax.make_train_step(task.loss, tx, mesh, axis_name="data", moments=choose_moments(args, model_state))
-    state = step.init(params, model_state=model_state, key=jax.random.key(args.seed + 1))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    step, state = make_step(task, args, mesh)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     if is_first:
         print(f"{parameters:,} parameters, {args.workers} workers x {args.batch}, {total} steps")
 
@@ -147,6 +140,19 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
         if task.end is not None:
             task.end(*on_host(state))
         return log.finish(parameters)
+
+
+def make_step(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, gcjax.TrainState]:
+    """The training step, and the state to begin with. Raises Problem if the method rejects its options."""
+    total = args.epochs * task.steps
+    rate = learning_rate(args.schedule, args.learning_rate, total, args.epochs, args.warmup_epochs)
+    optimiser = make_optimiser(args.optimiser, rate, args.momentum, args.weight_decay)
+    tx = optax.chain(make_compressor(args.method, "data"), optimiser)
+    # Optimising the code that draws each parameter would take a third of all compile time.
+    init = jax.jit(task.init, compiler_options={"xla_backend_optimization_level": 0})
+    params, model_state = init(jax.random.key(args.seed))
+    step = gcjax.make_train_step(task.loss, tx, mesh, axis_name="data", moments=choose_moments(args, model_state))
+    return step, step.init(params, model_state=model_state, key=jax.random.key(args.seed + 1))
 
 
 def on_host(state: gcjax.TrainState) -> tuple[PyTree, PyTree]:

@@ -28,6 +28,7 @@ class Comm:
       metered: metered() -> the same collectives with the count at zero, for code that runs on some steps only.
       inner_workers: number of inner workers that share the work of one worker here. All collectives but the maximum
         are cut into as many parts. Static.
+      fixed_length: whether a message must have one length, whatever the data. Static.
     """
 
     size: int
@@ -40,3 +41,4 @@ class Comm:
     bytes_moved: Callable[[], float]
     metered: Callable[[], "Comm"]
     inner_workers: int = 1
+    fixed_length: bool = False

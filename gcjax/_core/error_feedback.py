@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, Leaves, dense_report
+from gcjax._core.mixing import Mixing
 from gcjax._core.two_phase_codec import (
     OwnerState,
     add_decoded,
@@ -55,6 +56,14 @@ class CodecState:
         """float32 of the bucket's shape, what this worker has taken in and not yet sent."""
         own = jnp.broadcast_to(self.error, self.bucket.shape)
         return own if self.owner is None else own + self.owner.residual()
+
+    def mixed(self, mixing: Mixing) -> "CodecState":
+        """See `gcjax._core.mixing`. Where the method has no feedback, what no owner holds any more is lost."""
+        error, owner = mixing.means(self.error), self.owner
+        if owner is not None:
+            owner, left = owner.mixed(mixing)
+            error = error + left if error.shape[1:] == self.bucket.shape else error
+        return CodecState(error, mixing.equal(self.step), self.bucket, owner)
 
 
 def dense_codec(

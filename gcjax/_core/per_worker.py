@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gcjax._core.mixing import Mixing, mix
 from gcjax._types import PyTree
 
 _placeholder: list[type] = []
@@ -74,6 +75,13 @@ class PerWorker:
         return jax.tree.unflatten(
             treedef, [x.reshape(workers, *shape) for x, shape in zip(leaves, self.shapes, strict=True)]
         )
+
+    def mixed(self, mixing: Mixing) -> "PerWorker":
+        """The states of `mixing.new` workers, all in the node, made of those of `mixing.old` ones."""
+        tree = mix(self.stacked(), mixing)
+        shapes = tuple(x.shape[1:] for x in jax.tree.leaves(tree))
+        value = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        return PerWorker(value, self.axes, shapes)
 
     @property
     def workers(self) -> int:

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gcjax._core.compressor import SendReport
+from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.symptoms import Symptoms
 from gcjax._types import Array, PyTree
@@ -31,6 +33,26 @@ class UpdateReport(NamedTuple):
     skipped: Array
     saturated: Array
     symptoms: Symptoms
+
+    def mixed(self, mixing: Mixing) -> "UpdateReport":
+        """As before the first update; only skipped steps still count."""
+        _reject_shards(self, mixing.old)
+        fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (mixing.new, *jnp.shape(x))), fresh_report(0))
+        kept = mixing.equal({"parameters": self.parameters, "skipped": self.skipped})
+        return fresh._replace(**kept)
+
+
+def _reject_shards(report: UpdateReport, nodes: int) -> None:
+    """Raise ValueError if the nodes of a state are not one for each worker."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(report)):
+        return
+    workers = int(np.max(report.workers, initial=1))
+    if workers != nodes and any(np.any(x) for x in jax.tree.leaves(report.sent)):
+        raise ValueError(
+            f"the state has {nodes} parts for {workers} worker(s): the parameters are sharded, and each shard has "
+            "state of its own, which cannot be mixed with that of another. Gather the parameters, and begin with "
+            "new state for the compressor"
+        )
 
 
 def fresh_report(parameters: int) -> UpdateReport:
@@ -71,6 +93,9 @@ class GradientInput(NamedTuple):
 
     gradients: tuple[tuple[Array, ...], ...]
     squares: tuple[tuple[Array, ...] | None, ...]
+
+    def mixed(self, mixing: Mixing) -> "GradientInput":
+        return GradientInput(mixing.means(self.gradients), mixing.squares(self.squares))
 
 
 class Waiting(NamedTuple):

@@ -1,5 +1,7 @@
 """From a compressor to an optax transform."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -50,8 +52,9 @@ def compress(
       overlap: "next_step" exchanges each gradient one step later, so that nothing of the exchange waits for the
         backward pass and XLA can run both at once. The first update is then zero, all others come one step late, and
         the last gradient is never applied. The state also holds the gradient, and its squares for a method that uses
-        them: a float32 per parameter each. XLA moves no collective out of a conditional, so sparse methods need a
-        fixed size: `density`, or an int as `capacity`; in two phases also an `owner_density`. None exchanges at once.
+        them: a float32 per parameter each. XLA moves no collective out of a conditional, so messages must have a
+        fixed length: sparse methods need `density`, or an int as `capacity`; in two phases also an `owner_density`,
+        without which `transport="auto"` gathers. None exchanges at once.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
@@ -66,7 +69,8 @@ def compress(
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
-        `sum_grad_squared`, `params` or state of another structure; a negative `sum_grad_squared` where its value is
+        `sum_grad_squared`, `params` or state of another structure; with `overlap`, messages whose length follows the
+        data; a negative `sum_grad_squared` where its value is
         known.
       TypeError: leaves of integer or complex dtype.
     """
@@ -98,7 +102,7 @@ def compress(
         if not worker_axes and not inner_axes:
             reject_several_devices(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
-        comm = comm_for_axes(worker_axes, inner_axes)
+        comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
         varying = axes if tracks_variation(axes) else ()
         old_states, old_report, waiting = vary(states, varying)

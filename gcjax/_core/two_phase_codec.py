@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gcjax._comm.comm import Comm
+from gcjax._core.mixing import Mixing
 from gcjax._core.owned import Owned
 from gcjax._jax_compat import vary_like
 from gcjax._kernels.buckets import Bucket, bucket_of
@@ -111,6 +112,16 @@ class OwnerState:
         own = jnp.broadcast_to(workers * self.owed.value, part_of(bucket, workers).shape)
         is_own = jnp.arange(workers)[:, None, None, None] == self.rank
         return bucket.join(uncut(jnp.where(is_own, own, 0), bucket))
+
+    def mixed(self, mixing: Mixing) -> tuple["OwnerState", Array]:
+        """The new workers' state, in which what is owed is dealt anew; and of that what no owner holds any more."""
+        owed = jnp.mean(jax.vmap(OwnerState.residual)(self), axis=0)
+        bucket, new = self.owed.bucket, Owned.create(self.owed.bucket, self.owed.shape_for, mixing.new)
+        if new.value is None or new.value.ndim == 1:  # nobody, or "auto" among so few, owes anything
+            value = None if new.value is None else jnp.zeros((mixing.new, *new.value.shape))
+            return OwnerState(dataclasses.replace(new, value=value), mixing.ranks()), owed
+        value = cut(bucket.split(owed), bucket, mixing.new)
+        return OwnerState(new.with_value(value), mixing.ranks()), jnp.zeros_like(owed)
 
     def after(self, owed: Array, rank: Array, all_finite: Array) -> "OwnerState":
         """The state after a step; this one if the step is skipped."""

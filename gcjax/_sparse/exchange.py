@@ -40,13 +40,15 @@ def default_capacities(entries: int) -> tuple[int, ...]:
 def exchange(message: Message, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:
     """Send this worker's message; return the mean over the workers of what all of them sent.
 
-    The transport "auto" takes the one that moves fewer bytes at the largest capacity. `all_finite` is a bool scalar,
-    equal on all workers; where it is False the mean is NaN.
+    The transport "auto" takes the one that moves fewer bytes at the largest capacity; where messages must have a fixed
+    length, two phases only if theirs do. `all_finite` is a bool scalar, equal on all workers; where it is False the
+    mean is NaN.
     """
     if transport.owed.value is None:
         return _all_gather_exchange(message, transport, comm, all_finite)
     phases = TwoPhase.create(message, comm.size)
-    if transport.name == "auto" and phases.most_words(message) >= _words(message)[-1]:
+    too_long = phases.most_words(message) >= _words(message)[-1]
+    if transport.name == "auto" and (too_long or (comm.fixed_length and not phases.has_fixed_length)):
         return _all_gather_exchange(message, transport, comm, all_finite)
     return two_phase_exchange(phases, message, transport, transport.owed.value, comm, all_finite)
 

@@ -84,7 +84,7 @@ class Header(NamedTuple):
         return self._replace(scales=unpack_uint(words[1:], self.code.scale_bits, len(self.scales)))
 
     def scales_at(self, place: Array) -> tuple[Array, ...]:
-        """The scales of each entry's leaf, uint32 of the shape of `distribute`."""
+        """The scales of each entry's leaf, uint32 of the shape of `place`."""
         if self.leaf_of_word is None:
             return (jnp.zeros(place.shape, jnp.uint32),) * self.code.scale_sets
         leaf = self.leaf_of_word[place // WORD]
@@ -136,6 +136,14 @@ def move(
     Returns:
       uint32[workers, m], zeros behind the length; and the bytes moved, float32.
     """
+
+    if comm.fixed_length and len(lengths) > 1:
+        raise ValueError(
+            f"overlap='next_step' needs messages of a fixed length, and these have one of {len(lengths)}, as the data "
+            "demand: XLA moves no collective out of a conditional, so nothing would overlap. Give an int as capacity, "
+            "or a density where the method has one. With transport='two_phase', variance_compress needs an "
+            "owner_density besides, of 1/8 for example; other methods need transport='all_gather'"
+        )
 
     def at_length(length):
         def run(messages):

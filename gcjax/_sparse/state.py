@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gcjax._core.mixing import Mixing
 from gcjax._kernels.bits import LANES, WORD, unpack_mask
 from gcjax._kernels.buckets import Bucket, Part
 from gcjax._sparse.message import Exchanged
@@ -36,6 +37,7 @@ class SparseState:
       sent_with: what `reset` must know of the last message: a pytree of scalars and of arrays with one value per leaf.
       transport: state of the exchange.
       step: int32, updates done.
+      squares: which of the accumulated values are sums of squares: their numbers. Static.
       reset: what a reset leaves of the values. Static.
       bucket: where the leaves lie. Static.
     """
@@ -45,20 +47,29 @@ class SparseState:
     sent_with: PyTree
     transport: TransportState
     step: Array
+    squares: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     reset: Reset = dataclasses.field(metadata={"static": True})
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
-        cls, bucket: Bucket, *, reset: Reset, transport: str, arrays: int = 1, sent_with: PyTree = ()
+        cls,
+        bucket: Bucket,
+        *,
+        reset: Reset,
+        transport: str,
+        arrays: int = 1,
+        squares: tuple[int, ...] = (),
+        sent_with: PyTree = (),
     ) -> "SparseState":
-        """The state before the first step, with `arrays` accumulated values for each entry."""
+        """The state before the first step, with `arrays` accumulated values for each entry, some of them `squares`."""
         return cls(
             accumulated=tuple(jnp.zeros(bucket.shape) for _ in range(arrays)),
             to_reset=jnp.zeros(bucket.size // WORD, jnp.uint32),
             sent_with=sent_with,
             transport=TransportState.create(bucket, transport),
             step=jnp.int32(0),
+            squares=squares,
             reset=reset,
             bucket=bucket,
         )
@@ -72,6 +83,20 @@ class SparseState:
         """The accumulated values after the reset of the entries that the last message had."""
         parts = [self._settled_part(self.accumulated, part)[0] for part in self.bucket.parts()]
         return tuple(jnp.concatenate(blocks) for blocks in zip(*parts, strict=True))
+
+    def mixed(self, mixing: Mixing) -> "SparseState":
+        """See `gcjax._core.mixing`: settled first; what no owner holds any more joins the residuals."""
+        values = list(jax.vmap(SparseState.settled)(self))
+        transport, left = self.transport.mixed(mixing)
+        values = [mixing.squares(x) if i in self.squares else mixing.means(x) for i, x in enumerate(values)]
+        return dataclasses.replace(
+            self,
+            accumulated=(values[0] + left, *values[1:]),
+            to_reset=mixing.zeros(self.to_reset),
+            sent_with=mixing.equal(self.sent_with),
+            transport=transport,
+            step=mixing.equal(self.step),
+        )
 
     def take_in(self, take_in: TakeIn, *inputs: Sequence[Array], all_finite: Array) -> tuple[Array, ...]:
         """The accumulated values with a step's input; the old ones in a step that is skipped.

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from gcjax._core.mixing import Mixing
 from gcjax._core.owned import Owned
 from gcjax._kernels.bits import LANES, WORD, blocks_for
 from gcjax._kernels.buckets import Bucket
@@ -71,6 +72,20 @@ class TransportState:
         owner, turn = owner_of(jnp.arange(bucket.size // WORD), workers)
         words = jnp.where(owner == self.rank, owed[turn // LANES, :, turn % LANES].T, 0)
         return workers * words.reshape(WORD, -1, LANES).swapaxes(0, 1)
+
+    def mixed(self, mixing: Mixing) -> tuple["TransportState", Array]:
+        """The new workers' state, in which what is owed is dealt anew; and of that what no owner holds any more."""
+        owed = jnp.mean(jax.vmap(TransportState.residual)(self), axis=0)
+        new = Owned.create(self.owed.bucket, self.owed.shape_for, mixing.new)
+        state = TransportState(new, mixing.ranks(), mixing.zeros(self.start_word), self.name)
+        if new.value is None:
+            return state, owed
+        words = owed.swapaxes(0, 1).reshape(WORD, -1)
+        turns = rounds_for(words.shape[1], mixing.new)
+        words = jnp.pad(words, ((0, 0), (0, mixing.new * turns - words.shape[1])))
+        dealt = words[:, word_of(jnp.arange(mixing.new)[:, None], jnp.arange(turns), mixing.new)]
+        value = dealt.reshape(WORD, mixing.new, -1, LANES).transpose(1, 2, 0, 3)
+        return dataclasses.replace(state, owed=new.with_value(value)), jnp.zeros_like(owed)
 
     def kept_unless(self, all_finite: Array, old: "TransportState") -> "TransportState":
         """This state; the old one after a step that is skipped."""

@@ -58,6 +58,13 @@ class GossipState(NamedTuple):
     traffic: PerWorker
     method: Any
 
+    def mixed(self, mixing: object) -> "GossipState":
+        """Refused: every worker has a model of its own."""
+        raise TypeError(
+            "gcjax.resize takes no state of gcjax.gossip, in which every worker has a model of its own. Average the "
+            "models (axis 0 of the parameters), and begin with new state"
+        )
+
 
 class GossipInfo(NamedTuple):
     """What the workers have sent so far. Arrays have one entry per worker whose state was given.

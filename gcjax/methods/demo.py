@@ -35,6 +35,7 @@ from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
+    Mixing,
     Segment,
     bits_float,
     compress,
@@ -84,6 +85,9 @@ class DemoState:
     def residual(self) -> Array:
         """float32 of the bucket's shape, delta."""
         return self.bucket.join(_leaves(self.coefficients, self.bucket, self.chunk))
+
+    def mixed(self, mixing: Mixing) -> "DemoState":
+        return dataclasses.replace(self, coefficients=mixing.means(self.coefficients))
 
 
 def demo_compress(

@@ -18,6 +18,7 @@ from gcjax._validation import check_choice, check_transport
 from gcjax.extend import (
     Bucket,
     Compressor,
+    Mixing,
     add_decoded,
     compress,
     dense_report,
@@ -43,6 +44,10 @@ class DenseState:
     def residual(self) -> Array:
         """float32 of the bucket's shape, zero."""
         return jnp.zeros(self.bucket.shape)
+
+    def mixed(self, mixing: Mixing) -> "DenseState":
+        del mixing
+        return self
 
 
 def dense_compress(

@@ -30,6 +30,7 @@ from gcjax.extend import (
     Compressor,
     CompressState,
     Message,
+    Mixing,
     TransportState,
     capacities_for,
     compress,
@@ -71,6 +72,9 @@ class ChangeState:
     def residual(self) -> Array:
         """float32 of the bucket's shape, zero: nothing waits. The next gradient replaces what was not sent of this."""
         return jnp.zeros(self.bucket.shape)
+
+    def mixed(self, mixing: Mixing) -> "ChangeState":
+        return dataclasses.replace(self, known=mixing.means(self.known))
 
 
 def ef21_compress(

@@ -29,7 +29,7 @@ from gcjax._jax_compat import zeros
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number, check_random_key
-from gcjax.extend import Bucket, Comm, Compressor, compress, dense_report
+from gcjax.extend import Bucket, Comm, Compressor, Mixing, compress, dense_report
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +75,15 @@ class PowerSGDState:
                 e = e - p[:, k, :, None] * q[:, k, None, :]
             errors.append(jnp.where(self.whole, 0, e))
         return errors
+
+    def mixed(self, mixing: Mixing) -> "PowerSGDState":
+        errors = jax.vmap(lambda state: tuple(state.errors()))(self)
+        return dataclasses.replace(
+            self,
+            accumulated=mixing.means(errors),
+            left=mixing.zeros(self.left),
+            **mixing.equal({"right": self.right, "whole": self.whole, "step": self.step}),
+        )
 
 
 def power_sgd_compress(

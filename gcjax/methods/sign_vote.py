@@ -22,7 +22,7 @@ import optax
 
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_number
-from gcjax.extend import Bucket, Comm, Compressor, SendReport, compress, dense_report, pack_mask, unpack_mask
+from gcjax.extend import Bucket, Comm, Compressor, Mixing, SendReport, compress, dense_report, pack_mask, unpack_mask
 
 _UNROLLED = 16  # votes added in one pass
 
@@ -43,6 +43,10 @@ class VoteState:
         """float32 of the bucket's shape, zero: what a vote does not send is dropped."""
         return jnp.zeros(self.bucket.shape)
 
+    def mixed(self, mixing: Mixing) -> "VoteState":
+        del mixing
+        return self
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,9 @@ class SignumState:
     def residual(self) -> Array:
         """float32 of the bucket's shape, zero: momentum does not wait to be sent, and what is not sent is dropped."""
         return jnp.zeros(self.bucket.shape)
+
+    def mixed(self, mixing: Mixing) -> "SignumState":
+        return dataclasses.replace(self, momentum=mixing.means(self.momentum))
 
 
 def sign_vote_compress(

@@ -185,7 +185,7 @@ def variance_compress(
 
     def init(bucket: Bucket) -> SparseState:
         sent_with = (jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32))
-        return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, sent_with=sent_with)
+        return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, squares=(1,), sent_with=sent_with)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         bucket = state.bucket

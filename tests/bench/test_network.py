@@ -117,6 +117,7 @@ def test_quick_run_counts_the_reported_bytes_and_cleans_up(start, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.sample(1)
 def test_interrupted_run_cleans_up(number, start):
     process = start("--quick")
     wait_until_it_measures(process)

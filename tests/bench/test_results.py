@@ -36,7 +36,9 @@ def checkout(tmp_path_factory):
 def test_digest_covers_the_package_and_the_results_script(file, changed, checkout):
     before = {result: provenance.source_digest(result, checkout) for result in ("step", "network")}
     path = checkout / file
-    path.write_text(path.read_text() + "\n# changed\n")
+    path.write_text("# of no effect\n" + path.read_text())
+    assert before == {result: provenance.source_digest(result, checkout) for result in before}
+    path.write_text(path.read_text() + "\nchanged = 1\n")
     after = {result: provenance.source_digest(result, checkout) for result in before}
     assert {result for result in before if before[result] != after[result]} == changed
 

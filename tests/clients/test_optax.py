@@ -77,6 +77,7 @@ BFLOAT16 = [pytest.param(n, "bfloat16", marks=() if n in ("adam", "muon") else p
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in OPTIMIZERS] + BFLOAT16)
+@pytest.mark.sample(12)
 def test_every_optimizer_takes_the_compressed_gradient(name, dtype):
     """Traced only: a step gives parameters and state of the types that it took, equal on all workers."""
     tx = optax.chain(COMPRESSOR, OPTIMIZERS[name](0.1))

@@ -30,6 +30,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[FULL] if i > 1 else []) for i, name in enumerate(METHODS)])
+@pytest.mark.sample(1)
 def test_workers_agree_on_the_solution_of_all_data(name):
     x, y, solution = least_squares()
     tx = optax.chain(optax.sgd(lambda count: 0.1 / (1 + count / 20)), METHODS[name]())

@@ -21,6 +21,7 @@ USUAL = {f"{name}_compress" for name in ("top_k", "variance", "ef_sign", "qsgd",
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in sorted(chains())]
 )
+@pytest.mark.sample(2)
 def test_the_recommended_chain_reaches_the_common_optimum(name):
     distance = distance_after_training(chains()[name]("data", decaying), STEPS * LONGER.get(name, 1))
     if name in STALLS:
@@ -29,12 +30,14 @@ def test_the_recommended_chain_reaches_the_common_optimum(name):
         assert distance < 0.02
 
 
+@pytest.mark.full
 def test_what_owners_owe_reaches_the_optimum():
     owners = {"transport": "two_phase", "owner_density": 0.1, "capacity": 864}
     tx = gcjax.variance_compress(1.5, feedback=True, axis_name="data", **owners)
     assert distance_after_training(optax.chain(tx, optax.adam(decaying))) < 0.02
 
 
+@pytest.mark.full
 def test_rounding_without_feedback_stalls():
     biased = gcjax.variance_compress(alpha=1.5, capacity=160, axis_name="data")
     assert distance_after_training(optax.chain(biased, optax.adam(decaying))) > 0.1

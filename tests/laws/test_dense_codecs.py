@@ -32,6 +32,7 @@ SIZES = (36000, 8192, 300, 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.sample(2)
 def test_every_part_has_its_pieces_of_the_leaves(workers):
     leaves = [np.arange(1, n + 1, dtype=np.float32).reshape(-1, 100 if n % 100 == 0 else 1) for n in SIZES]
     (bucket,) = layout_of(leaves).buckets
@@ -78,6 +79,7 @@ def test_two_phases_move_two_messages_for_any_number_of_workers(make):
         ([1 << 16, 300], 8, "two_phase"),
     ],
 )
+@pytest.mark.sample(10)
 def test_auto_takes_the_transport_that_moves_less(make, sizes, workers, expected):
     assert transfers(make, sizes, workers, "auto") == transfers(make, sizes, workers, expected)
     of = {transport: moved(make, sizes, workers, transport) for transport in ("all_gather", "two_phase")}

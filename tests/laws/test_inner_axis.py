@@ -108,6 +108,7 @@ def inner_means(steps, workers):
 
 
 @pytest.mark.parametrize(("mesh_name", "row_name"), CASES)
+@pytest.mark.sample(3)
 def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name):
     run, row = nested(mesh_name, row_name), ROWS[row_name]
     everywhere, once, infos, _ = run.run(steps_of(8))
@@ -125,6 +126,7 @@ def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name)
 
 
 @pytest.mark.parametrize(("mesh_name", "row_name"), [case for case in CASES if ROWS[case.values[1]].conserves])
+@pytest.mark.sample(2)
 def test_nothing_is_lost(mesh_name, row_name):
     run = nested(mesh_name, row_name)
     _, once, _, state = run.run(steps_of(8))

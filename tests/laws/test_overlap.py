@@ -1,11 +1,14 @@
 """The exchange one step late: the same updates as without, one step later; nothing lost, kept or mixed up between."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from harness import Runner, compress_state, residuals, sample_gradients
 from rows import SHAPES, SIZES
 from test_laws import EVERY_KIND, PARAMS, check_conservation, inputs, runner_of
+from wire import collectives
 
 import gcjax
 
@@ -13,8 +16,14 @@ STEPS = 4
 NOTHING = {name: np.zeros((8, *shape), np.float32) for name, shape in SHAPES.items()}
 
 
+def fixed(row):
+    """The options that give a row's messages a fixed length."""
+    more = {"capacity": max(row.capacities)} if len(row.capacities) > 1 else {}
+    return more | ({"transport": "all_gather"} if row.transport == "two_phase" else {})
+
+
 def late(row):
-    return Runner(row.make("data", overlap="next_step"), PARAMS, 8)
+    return Runner(row.make("data", overlap="next_step", **fixed(row)), PARAMS, 8)
 
 
 def steps():
@@ -45,7 +54,8 @@ def late_of(row, compiled):
 
 @EVERY_KIND
 def test_updates_are_those_of_the_step_before(row, compiled):
-    plain, runner = runner_of(row), late_of(row, compiled)
+    plain = Runner(row.make("data", **fixed(row)), PARAMS, 8) if fixed(row) else runner_of(row)
+    runner = late_of(row, compiled)
     at_once = run(plain, steps())
     one_late = run(runner, [*steps(), (NOTHING, NOTHING)])
     check_equal(one_late[1:], at_once)
@@ -95,8 +105,10 @@ def test_it_resumes_with_a_gradient_waiting(row, compiled):
 
 def test_squares_wait_with_their_gradient():
     """Without squares, the gradient's own stand for them, as without overlap."""
-    runner = Runner(gcjax.variance_compress(axis_name="data", overlap="next_step"), PARAMS, 8)
-    plain = Runner(gcjax.variance_compress(axis_name="data"), PARAMS, 8)
+    runner = Runner(
+        gcjax.variance_compress(capacity=320, transport="all_gather", axis_name="data", overlap="next_step"), PARAMS, 8
+    )
+    plain = Runner(gcjax.variance_compress(capacity=320, transport="all_gather", axis_name="data"), PARAMS, 8)
     gradients = [g for g, _ in steps()]
     at_once = [plain.step(g) for g in gradients]
     check_equal([runner.step(g) for g in [*gradients, NOTHING]][1:], at_once)
@@ -114,3 +126,40 @@ def test_a_state_without_waiting_gradient_is_refused():
 def test_an_unknown_overlap_is_refused():
     with pytest.raises(ValueError, match="overlap must be one of None, 'next_step', got 'backward'"):
         gcjax.top_k_compress(0.1, overlap="backward")
+
+
+TWO_PHASES = {"capacity": 320, "transport": "two_phase"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(gcjax.variance_compress),
+        functools.partial(gcjax.variance_compress, capacity=(64, 320)),
+        functools.partial(gcjax.variance_compress, **TWO_PHASES),
+        functools.partial(gcjax.top_k_compress, 0.1, transport="two_phase"),
+        functools.partial(gcjax.drop_compress, 0.5),
+    ],
+    ids=["default", "two capacities", "two phases", "top-k", "drop"],
+)
+def test_messages_whose_length_follows_the_data_are_refused(make):
+    """On accelerators nothing would overlap."""
+    gradient, square = steps()[0]
+    tx = make(axis_name="data", overlap="next_step")
+    with pytest.raises(ValueError, match="overlap='next_step' needs messages of a fixed length, and these have one of"):
+        Runner(tx, PARAMS, 8).step(gradient, square)
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (functools.partial(gcjax.variance_compress, **TWO_PHASES, owner_density=0.125), {"all-to-all", "all-gather"}),
+        (functools.partial(gcjax.top_k_compress, 0.1), {"all-gather"}),  # two phases would have several lengths
+    ],
+    ids=["owner density", "auto"],
+)
+def test_messages_of_a_fixed_length_move_outside_of_conditionals(make, kinds):
+    runner = Runner(make(axis_name="data", overlap="next_step"), PARAMS, 8)
+    found = collectives(runner.compiled_text(*steps()[0]), 8)
+    assert kinds | {"all-reduce"} == {c.kind for c in found}
+    assert not any(c.branch for c in found)

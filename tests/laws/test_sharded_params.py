@@ -64,6 +64,7 @@ class Sharded:
         ("2x4", "dense-float32"),
     ],
 )
+@pytest.mark.sample(2)
 def test_each_shard_is_compressed_as_if_it_were_the_model(place, row_name):
     run, row = Sharded(place, row_name, ("u", "v")), ROWS[row_name]
     options = {"capacity": (64,)} if row.capacities else {}
@@ -161,6 +162,7 @@ def trained(mesh, tx, axis_name, **options):
     return jax.device_get(state.params), np.asarray(metrics.loss), gcjax.info(state.opt_state), state
 
 
+@pytest.mark.full
 def test_sharding_over_a_batch_axis_changes_no_bit():
     mesh = jax.make_mesh((2, 4), ("slow", "fast"))
     options = {"values": "float32", "capacity": 2048}

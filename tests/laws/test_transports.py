@@ -222,6 +222,7 @@ def test_default_capacities():
 
 
 @pytest.mark.parametrize("count", [32, 33, 2**32 - 1])
+@pytest.mark.sample(1)
 def test_a_message_that_claims_too_many_entries_makes_the_update_nan(count):
     alone = mesh_comm(())
 

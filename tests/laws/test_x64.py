@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import Runner, sample_gradients
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from rows import SIZES
@@ -34,11 +35,13 @@ def program(row, x64):
 
 
 @EVERY_ROW
+@pytest.mark.sample(10)
 def test_the_program_is_the_same_under_x64(row):
     assert program(row, x64=True) == program(row, x64=False)
 
 
 @EVERY_KIND
+@pytest.mark.sample(2)
 def test_updates_under_x64_have_the_same_bits_and_the_gradients_dtypes(row):
     gradients, squares = sample_gradients(8, SIZES, 3)
     usual = runner_of(row)

@@ -230,6 +230,7 @@ def test_entries_near_the_end_of_float32_do_not_overflow():
     assert np.isfinite(gcjax.info(state).residual_norm).all()
 
 
+@pytest.mark.full
 def test_training_with_and_without_sign_and_memory():
     def distance(*end, **options):
         tx = gcjax.demo_compress(top_k=4, chunk=8, axis_name="data", **options)

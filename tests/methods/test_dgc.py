@@ -277,6 +277,7 @@ def test_without_masking_updates_sum_to_momentum_sgd():
     assert lost(masking=True) > 1
 
 
+@pytest.mark.full
 def test_without_masking_stale_momentum_overshoots():
     curvature = jnp.linspace(0.5, 2.0, 400)
 
@@ -296,6 +297,7 @@ def test_without_masking_stale_momentum_overshoots():
     assert distance(masking=False) > 0.1
 
 
+@pytest.mark.full
 def test_masking_ends_beside_the_common_optimum():
     masked = optax.chain(gcjax.dgc_compress(0.1, dense_below=40, axis_name="data"), optax.sgd(decaying))
     assert distance_after_training(masked) > 0.1

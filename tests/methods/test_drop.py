@@ -104,6 +104,7 @@ def test_the_threshold_is_the_quantile_within_sampling_error():
     assert abs(shares.mean() - DENSITY) < 5 * error / 4
 
 
+@pytest.mark.full
 def test_padding_does_not_dilute_the_sample():
     bucket = bucket_of(*[33] * 2500)  # nearly half is padding
     x = np.random.default_rng(1).normal(size=(2500, 33)).astype(np.float32)
@@ -167,6 +168,7 @@ def test_only_the_residual_sends_entries_below_ones_that_cancel():
     assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
 
 
+@pytest.mark.full
 def test_without_its_residual_it_stalls():
     tx = gcjax.drop_compress(0.1, capacity=64, axis_name="data")
     assert distance_after_training(optax.chain(without_residual(tx), optax.sgd(decaying))) > 0.1

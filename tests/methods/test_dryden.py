@@ -192,6 +192,7 @@ def without_residual(tx):
     return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
 
 
+@pytest.mark.full
 def test_without_its_residual_it_stalls():
     forgetful = without_residual(gcjax.dryden_compress(0.1, axis_name="data"))
     assert distance_after_training(optax.chain(forgetful, optax.sgd(decaying))) > 0.1

@@ -76,6 +76,7 @@ def test_the_error_of_a_constant_gradient_contracts():
     assert unknown[-1] > 0
 
 
+@pytest.mark.full
 def test_it_converges_linearly_where_a_residual_stalls():
     def distance(compressor, steps):
         return distance_after_training(optax.chain(compressor, optax.sgd(0.05)), steps)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from codec_oracle import CodecOracle
 from optimum import decaying, distance_after_training
 from oracle import F
@@ -98,6 +99,7 @@ def descend(tx, gradient, x, steps):
     return np.asarray(run(x))
 
 
+@pytest.mark.full
 def test_workers_reach_the_common_optimum_through_owners():
     tx = gcjax.ef_sign_compress(transport="two_phase", axis_name="data")
     assert distance_after_training(optax.chain(tx, optax.sgd(decaying))) < 0.02

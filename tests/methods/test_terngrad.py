@@ -116,6 +116,7 @@ def test_the_mean_of_many_draws_is_the_clipped_gradient(aggregate):
 
 
 @BOTH
+@pytest.mark.full
 def test_without_clipping_the_mean_is_the_gradient(aggregate):
     g, _ = outlier()
     got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)

@@ -22,6 +22,7 @@ def loss_fn(w, x):
 @pytest.mark.parametrize("method", ["auto", "scan"])
 @pytest.mark.parametrize("spec", [P(), P(None, "model")], ids=["whole", "sharded"])
 @pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (AUTO, EXPLICIT), (EXPLICIT, AUTO)])
+@pytest.mark.sample(6)
 def test_a_sharded_batch_has_the_moments_of_the_whole_batch(kinds, spec, method):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     rng = np.random.default_rng(0)

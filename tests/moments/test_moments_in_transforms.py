@@ -48,6 +48,7 @@ def one_by_one(loss, params, batch, **options):
 
 
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.sample(3)
 def test_in_shard_map_moments_are_local_to_the_worker(name):
     checks = CHECK_VMA.get(name, (True,))
     with jax.enable_x64(True):

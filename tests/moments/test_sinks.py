@@ -18,6 +18,7 @@ def reference(loss, params, batch):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(20)
 def test_sinks_equal_vmap_of_grad(name):
     with jax.enable_x64(True):
         loss, params, batch = CASES[name]()
@@ -45,6 +46,7 @@ def all_shapes(jaxpr):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*FALLBACKS, "control flow and sorts")])
+@pytest.mark.sample(14)
 def test_no_array_of_batch_times_matrix(name):
     """The "vmap" method makes one, which shows that this test would see it."""
     loss, params, batch = CASES[name]()

@@ -123,6 +123,7 @@ def test_aux_has_the_shapes_of_the_whole_batch():
 @pytest.mark.parametrize(
     "name", ["dense with positions", "dense", "conv same", "embedding by index", "scanned blocks", "rnn"]
 )
+@pytest.mark.sample(3)
 def test_half_precision_squares_accumulate_in_float32(name):
     loss, params, batch = CASES[name]()
 

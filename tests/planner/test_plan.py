@@ -206,6 +206,7 @@ def test_units_are_read_and_written():
 
 
 @pytest.mark.parametrize(("step_time", "exposed"), [(0.5, "exchange"), (30.0, "nothing")])
+@pytest.mark.sample(1)
 def test_the_exchange_hides_behind_a_step_that_is_long_enough(step_time, exposed):
     behind, beside = (plan("1M", 4, SLOW, step_time, overlap=overlap) for overlap in (None, "next_step"))
     for row in behind.rows:

@@ -61,6 +61,7 @@ def real_bytes(row):
 
 
 @pytest.mark.parametrize("row", methods(), ids=lambda row: row.name)
+@pytest.mark.sample(16)
 def test_transfers_are_those_of_a_real_step(row):
     transfers = transfers_of(row.make(None), PARAMS, WORKERS, row.uses_squares)
     assert sum(ring_bytes(transfer, WORKERS) for transfer in transfers) == pytest.approx(real_bytes(row))

@@ -86,6 +86,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("bad", ["x", pytest.param("z", marks=pytest.mark.full)])
 @pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.sample(3)
 def test_a_bad_step_changes_nothing_but_what_compressors_count(chain, bad):
     step = gcjax.make_train_step(loss_fn, CHAINS[chain](), mesh_of(WORKERS))
     state, metrics = step(step.init(PARAMS), batch_of(0))
@@ -104,6 +105,7 @@ def test_a_bad_step_changes_nothing_but_what_compressors_count(chain, bad):
 
 
 @pytest.mark.parametrize("chain", ["two compressors", "compressor and mean"])
+@pytest.mark.sample(1)
 def test_a_compressor_whose_leaves_were_good_loses_nothing_in_a_bad_step(chain):
     step = gcjax.make_train_step(loss_fn, CHAINS[chain](), mesh_of(WORKERS))
     state, _ = step(step.init(PARAMS), batch_of(0))
@@ -139,6 +141,7 @@ def test_state_of_which_entries_become_equal_or_constant_stays_as_it_was():
 
 
 @pytest.mark.parametrize("options", [{"moments": None}, {"accumulate": 2}], ids=str)
+@pytest.mark.sample(1)
 def test_bad_steps_are_skipped_in_every_mode(options):
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), **options)
     state, metrics = step(step.init(PARAMS), batch_of(0, "x"))
@@ -268,6 +271,7 @@ def test_too_many_bad_steps_in_a_row_raise_before_the_state_is_donated():
     assert all_finite(state)
 
 
+@pytest.mark.full
 def test_bad_steps_that_are_not_in_a_row_do_not_raise():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
     state, skipped = step.init(PARAMS), []
@@ -278,6 +282,7 @@ def test_bad_steps_that_are_not_in_a_row_do_not_raise():
     assert gcjax.info(state.opt_state).skipped == 20
 
 
+@pytest.mark.full
 def test_a_recovered_training_does_not_raise():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
     state = step.init(PARAMS)

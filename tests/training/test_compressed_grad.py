@@ -81,6 +81,7 @@ def variance(axis):
 
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.sample(1)
 def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
     fn = gcjax.compressed_value_and_grad(loss_fn, variance("data"), mesh)
@@ -97,6 +98,7 @@ def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
 @pytest.mark.parametrize(
     "kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), *(pytest.param(k, marks=pytest.mark.full) for k in MIXED)]
 )
+@pytest.mark.sample(1)
 def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     loss = functools.partial(loss_fn, out_sharding=P() if kinds[1] == EXPLICIT else None)

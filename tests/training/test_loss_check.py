@@ -137,6 +137,7 @@ def first_step(loss, moments, *, workers=4, batch=BATCH, **options):
 
 
 @pytest.mark.parametrize("case", FOUND)
+@pytest.mark.sample(3)
 def test_a_loss_that_is_no_mean_raises_with_the_cure(case):
     loss, moments, says = FOUND[case]
     with pytest.raises(ValueError, match=rf"the loss of two samples is .*{says}.*checks=False"):
@@ -144,6 +145,7 @@ def test_a_loss_that_is_no_mean_raises_with_the_cure(case):
 
 
 @pytest.mark.parametrize("case", MEANS)
+@pytest.mark.sample(3)
 def test_a_mean_passes_and_its_sum_raises(case):
     loss, moments = MEANS[case]
     _, metrics = first_step(loss, moments)

@@ -51,6 +51,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.sample(2)
 def test_squares_are_scaled_by_the_factor_of_their_entry(name):
     gradients, squares = sample_gradients(1, SIZES, 4)
     scaling, compressor = SCALINGS[name], gcjax.variance_compress(alpha=1.0)
@@ -85,6 +86,7 @@ def trained(tx):
     return loss, sent
 
 
+@pytest.mark.full
 def test_clipping_first_does_not_stop_training():
     clip, compressor = optax.clip_by_global_norm(0.01), gcjax.variance_compress()
     stalled, none = trained(optax.chain(clip, compressor, optax.adam(0.03)))

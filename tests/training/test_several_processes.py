@@ -75,6 +75,7 @@ def test_processes_compare_once_for_each_batch_shape(group):
 
 
 @pytest.mark.parametrize("case", [*CHANGES, "later"])
+@pytest.mark.full
 def test_every_process_names_the_one_that_differs(case, group):
     messages = {found[case] for found in group}
     assert len(messages) == 1

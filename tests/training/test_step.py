@@ -176,6 +176,7 @@ def test_accumulate_must_be_an_int(bad):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.sample(1)
 def test_workers_have_own_batch_statistics_and_dropout(accumulate):
     model = Net(batch_norm=True, dropout=0.5)
     variables = Net(dropout=0.5, batch_norm=True).init(jax.random.key(0), jnp.zeros((2, 16)), train=False)
@@ -224,6 +225,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.sample(2)
 def test_common_optax_chains_work(chain):
     tx = CHAINS[chain](gcjax.variance_compress(axis_name="data", capacity=256))
     step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))

@@ -133,6 +133,7 @@ def test_a_parameter_without_gradient_raises():
 
 
 @pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.sample(1)
 def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
     mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh_of(8)
     step = gcjax.make_train_step(loss_fn, adam(), mesh)
@@ -148,6 +149,7 @@ def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
 @pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.sample(2)
 def test_what_the_loss_returns_beside_itself_comes_back(moments, accumulate, with_state):
     def loss(params, batch, model_state=None):
         errors = errors_of(params, batch)

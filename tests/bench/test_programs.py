@@ -1,0 +1,31 @@
+"""The digest of what a recorded training run executes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from bench import programs, provenance
+
+pytest.importorskip("orbax.checkpoint")
+SMALL = "--model cnn --width 8 --images 64 --workers 2 --batch 8"
+
+
+def test_digest_follows_the_program():
+    commands = [f"{SMALL} --method dense", f"{SMALL} --method top_k(density=0.1)", f"{SMALL} --method dense --epochs 9"]
+    dense, top_k, longer = programs.digests(commands)
+    assert len({dense, top_k, longer}) == 3  # the learning rate falls more slowly in a longer run
+    record = {"runs": [{"command": commands[0], "program": dense, "source": "0", "commit": "a" * 40}]}
+    assert provenance.outdated(record, "table-small") == []
+    record["runs"][0]["program"] = top_k
+    assert provenance.outdated(record, "table-small") == ["a" * 12]
+
+
+def test_code_without_docstrings_and_comments_runs_alike():
+    source = (
+        '"""Doc."""\nclass A:\n    """Doc."""\ndef f(x):\n    """Doc."""\n    return x  # why\nprint(f("""kept"""))\n'
+    )
+    bare = programs.without_docstrings(source)
+    assert "Doc" not in bare
+    assert "why" not in bare
+    assert subprocess.run([sys.executable, "-c", bare], capture_output=True, text=True).stdout == "kept\n"
