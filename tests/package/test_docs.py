@@ -67,7 +67,14 @@ def test_every_public_name_is_in_the_reference(page):
 
 @pytest.mark.parametrize("page", ["gcjax", "gossip", "flax"])
 def test_every_function_states_its_arguments_and_shows_an_example(page):
-    elsewhere = {"check_agreement", "measure_costs", "compress", "local_sgd"}  # pages and examples run them
+    elsewhere = {
+        "check_agreement",
+        "measure_costs",
+        "compress",
+        "local_sgd",
+        "resize",
+        "restore_target",
+    }  # pages run them
     for name in public_names(MODULES[page]):
         x = getattr(MODULES[page], name)
         if not inspect.isfunction(x) or name.startswith("_"):
