@@ -45,6 +45,7 @@ readme: $(VENV)/ready
 SPHINX = $(BIN)/python -m sphinx -W --keep-going -q docs
 
 docs: $(VENV)/ready-docs
+	rm -rf docs/api/generated
 	$(SPHINX) docs/_build/html
 
 # Whether links to other sites work: needs a network, and they may be down.
