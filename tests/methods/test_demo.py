@@ -13,6 +13,7 @@ from optimum import decaying, distance_after_training
 from rows import SHAPES, Row
 
 import gcjax
+from gcjax._kernels.chunks import chunks_by_size, largest_of_rows
 from gcjax._kernels.layout import layout_of
 from gcjax.methods import demo
 
@@ -120,7 +121,7 @@ def bucket_of(*shapes):
 
 def divided(shape, chunk=64):
     """(grid, chunk) of a leaf."""
-    ((leaf,),) = demo._chunks_by_size(bucket_of(shape), chunk).values()
+    ((leaf,),) = chunks_by_size(bucket_of(shape), chunk).values()
     return leaf.grid, leaf.chunk
 
 
@@ -159,7 +160,7 @@ def test_axes_are_divided_into_the_fewest_equal_chunks():
 def test_the_largest_of_each_row_are_found_exactly(size, k):
     x = RNG.integers(-40, 41, (9, size)).astype(np.float32)  # with many ties
     x[0], x[1] = 0, 7
-    indices = np.asarray(demo._largest(jnp.asarray(x), k))
+    indices = np.asarray(largest_of_rows(jnp.abs(x), k))
     assert indices.shape == (9, min(k, size))
     for entries, found in zip(x, indices, strict=True):
         assert len(set(found.tolist())) == len(found)
