@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
     chunk: tuple[int, int]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of chunks."""
         return math.prod(self.grid)
 
@@ -73,7 +73,7 @@ def chunks_by_size(bucket: Bucket, chunk: int) -> dict[int, list[Chunks]]:
 
 def chunk_shapes(bucket: Bucket, chunk: int) -> list[tuple[int, int]]:
     """(chunks, entries of one) for each size of chunks."""
-    return [(sum(leaf.count for leaf in leaves), size) for size, leaves in chunks_by_size(bucket, chunk).items()]
+    return [(sum(leaf.number for leaf in leaves), size) for size, leaves in chunks_by_size(bucket, chunk).items()]
 
 
 def largest_of_rows(magnitudes: Array, k: int) -> Array:

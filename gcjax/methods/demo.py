@@ -199,7 +199,7 @@ def _leaves(coefficients: Sequence[Array], bucket: Bucket, chunk: int) -> tuple[
     """The inverse of `_coefficients`."""
     of: dict[Segment, Array] = {}
     for values, (size, leaves) in zip(coefficients, chunks_by_size(bucket, chunk).items(), strict=True):
-        bounds = np.cumsum([leaf.count * size for leaf in leaves])[:-1]
+        bounds = np.cumsum([leaf.number * size for leaf in leaves])[:-1]
         for leaf, part in zip(leaves, jnp.split(values, bounds), strict=True):
             of[leaf.segment] = _inverse(part, leaf)
     return tuple(of[s] for s in bucket.segments)
