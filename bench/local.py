@@ -3,7 +3,7 @@
 Each run is one call of examples/gossip.py, one after the other. Finished runs are kept in the result file, so an
 interrupted table continues where it stopped. The all-reduce is of the models, after every step.
 
-    python -m bench.local --data DIR                                # all rows, 4 minutes of one core each
+    python -m bench.local --data DIR                                # all rows, 2 to 3 minutes each
     python -m bench.local --data DIR --rows "DiLoCo, 30" "SparseLoCo, 30"
     python -m bench.local --report                                  # table again, from the result file
 """
@@ -22,9 +22,11 @@ ROWS = {
     "all-reduce, 1": "--algorithms all-reduce",
     "DiLoCo, 30": "--algorithms diloco --local-steps 30",
     "SparseLoCo, 30": "--algorithms sparse-loco --local-steps 30",
+    "SparseLoCo, mean of all, 30": "--algorithms sparse-loco-workers --local-steps 30",
     "Streaming DiLoCo, 30": "--algorithms streaming --local-steps 30",
     "DiLoCo, 15": "--algorithms diloco --local-steps 15",
     "SparseLoCo, 15": "--algorithms sparse-loco --local-steps 15",
+    "SparseLoCo, mean of all, 15": "--algorithms sparse-loco-workers --local-steps 15",
     "Streaming DiLoCo, 15": "--algorithms streaming --local-steps 15",
     "local SGD, 30": "--algorithms local --local-steps 30",
 }

@@ -71,15 +71,23 @@ ALGORITHMS = {
             args.local_steps, compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"
         ),
     ),
+    "sparse-loco-workers": (
+        "SparseLoCo, mean of all",
+        lambda args, key: gossip.local_sgd(
+            args.local_steps,
+            compressor=gcjax.sparse_loco_compress(average="workers", axis_name="data"),
+            axis_name="data",
+        ),
+    ),
 }
 USUAL = ["all-reduce", "local", "d-psgd", "sgp", "swarm", "swarm-8"]  # the others are for more local steps
 OPTIMISERS = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adamw": optax.adamw}
 DENSE = "all-reduce"
 DIGITS = {"batch": 16, "epochs": 40, "learning_rate": 0.05}
 CIFAR = {"batch": 64, "epochs": 6, "learning_rate": 0.02}
-COLOURS = (  # of Okabe and Ito, and a grey
+COLOURS = (  # of Okabe and Ito, grey and brown
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#F0E442", "#999999"),
+    *("#56B4E9", "#F0E442", "#999999", "#884400"),
 )
 
 

@@ -136,12 +136,9 @@ def periodic_exchange(
         rank = worker_index(axes) if axes else jnp.int32(0)
 
         def exchange_now(now, updates, traffic, method):
-            old, words, took_part, failed = (
-                (updates, traffic, method),
-                jnp.uint32(0),
-                jnp.bool_(False),
-                jnp.bool_(False),
-            )
+            old, words = (updates, traffic, method), jnp.uint32(0)
+            took_part: ArrayLike = False
+            failed: ArrayLike = False
             for exchange in now:
                 whole, part = updates, exchange.part or (lambda tree: tree)
                 layout = layout_of(part(whole))

@@ -75,7 +75,7 @@ def sparse_loco_compress(
     chunk: int = 64,
     decay: ArrayLike = 0.95,
     bits: int | None = 2,
-    average: str = "workers",
+    average: str = "senders",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
@@ -86,10 +86,10 @@ def sparse_loco_compress(
         e \leftarrow \beta e + g, \qquad q = Q(\text{the } k \text{ largest entries of each chunk of } e), \qquad
         e \leftarrow e - q
 
-    and the update is the mean of q. A matrix is divided into chunks of 64 x 64, a vector into chunks of 64. Q rounds
-    the entries of a leaf to 2**bits bins, each 6 / 2**bits of their standard deviations wide and around their mean,
-    and sends the mean of every bin: with 2 bits what is less than 2.25 deviations below the mean, to 0.75 below, to
-    0.75 above, and the rest.
+    and the update is the mean of q over the workers that sent the entry. A matrix is divided into chunks of 64 x 64, a
+    vector into chunks of 64. Q sorts the entries that a worker sends of a leaf into 2**bits bins, 6 / 2**bits of their
+    standard deviations wide and around their mean, and sends the mean of every bin. With 2 bits the bins end 2.25 and
+    0.75 deviations below the mean and 0.75 above it.
 
     It is made for the changes of models that train on their own between exchanges, where the residual stands in for
     the outer momentum: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(30, compressor=
@@ -98,7 +98,8 @@ def sparse_loco_compress(
     gradients it is top-k by chunks: `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
 
     State: a float32 per parameter. Wire: 14 bits per entry, with the defaults 1/64 of the parameters in matrices, and
-    64 bytes per leaf. Vectors and small matrices are sent whole, at 2 bits per entry.
+    16 bytes per leaf. Vectors and small matrices are sent whole, at 2 bits per entry.
+    `average="senders"` needs a float32 more per parameter while it adds up.
 
     Args:
       top_k: number of entries to send of each chunk; all of a smaller chunk, without their places.
@@ -106,9 +107,9 @@ def sparse_loco_compress(
       decay: beta, in [0, 1]. With 1 nothing is lost where the `average` is over the workers. May be traced
         (`optax.inject_hyperparams` with all other options among its static_args).
       bits: of a value, from 1 to 4; None for float32.
-      average: "workers" adds up what was sent of an entry and divides by the number of workers, "senders" by the
-        number of those that sent it: then entries that few workers send count more, and the updates do not add up to
-        the gradients. The paper's formula has the first, as others report it; the authors' code has the second.
+      average: "senders" adds up what was sent of an entry and divides by the number of those that sent it, as the
+        authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
+        gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Returns:

@@ -130,7 +130,7 @@ def test_mixing_keeps_the_sum_of_all_models():
 @pytest.fixture(scope="module")
 def streaming():
     """Fragments, a delay and a compressor: the step and what 14 updates leave after each."""
-    compressor = gcjax.sparse_loco_compress(5, chunk=4, decay=1.0, bits=None, axis_name="data")
+    compressor = gcjax.sparse_loco_compress(5, chunk=4, decay=1.0, bits=None, average="workers", axis_name="data")
     tx = gossip.local_sgd(4, compressor=compressor, fragments=2, delay=3, axis_name="data")
     run, params, steps = Workers(tx, 4), stacks(4, np.zeros), []
     for number in range(14):
@@ -218,7 +218,7 @@ def test_recipes_train_and_all_workers_end_on_one_model(compressor):
     assert gossip.consensus_distance(state.params).relative < 1e-6
     best = np.linalg.lstsq(np.pad(batch[0], ((0, 0), (0, 1)), constant_values=1), batch[1], rcond=None)[1].sum()
     best /= batch[1].size
-    assert float(loss_fn(gossip.mean_params(state.params), batch)) < 1.05 * best
+    assert float(loss_fn(gossip.mean_params(state.params), batch)) < 1.1 * best
 
 
 @pytest.mark.parametrize(
