@@ -17,7 +17,15 @@ from gcjax._comm.collectives import dense_mean, send
 from gcjax._types import AxisNames, PyTree
 from gcjax.gossip._graphs import Graph, check_graph, mixing_matrix, neighbours
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
+from gcjax.gossip._periodic import (
+    Exchange,
+    ExchangeInput,
+    ExchangeResult,
+    leaves_of,
+    no_exchange,
+    periodic_exchange,
+    vectors_of,
+)
 
 
 def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
@@ -73,4 +81,4 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
         degree = jnp.asarray(neighbours(graph, workers)[1])[inputs.rank]
         return ExchangeResult(leaves_of(inputs.layout, changes), method, degree * length, True)
 
-    return periodic_exchange(lambda params: (), exchange, 1, axis_name)
+    return periodic_exchange(lambda params: (), [Exchange(exchange, 1)], 1, axis_name)

@@ -29,6 +29,7 @@ from gcjax.methods.random_k import random_k_compress
 from gcjax.methods.sidco import sidco_compress
 from gcjax.methods.sign_vote import sign_vote_compress, signum_compress
 from gcjax.methods.sketch import sketch_compress
+from gcjax.methods.sparse_loco import sparse_loco_compress
 from gcjax.methods.strom import strom_compress
 from gcjax.methods.terngrad import terngrad_compress
 from gcjax.methods.top_k import top_k_compress
@@ -53,6 +54,7 @@ __all__ = [
     "sign_vote_compress",
     "signum_compress",
     "sketch_compress",
+    "sparse_loco_compress",
     "strom_compress",
     "terngrad_compress",
     "top_k_compress",
@@ -183,6 +185,10 @@ METHODS: dict[str, MethodRow] = {
     "demo": MethodRow(
         "`demo_compress(top_k=32)` | 6 per coefficient, 3N/64 | yes, decaying | Peng et al. 2024",
         {"demo": lambda w: demo_compress()},
+    ),
+    "sparse_loco": MethodRow(
+        "`sparse_loco_compress(top_k=64)` | 1.75 per sent entry, 7N/256 | yes, decaying | Sarfi et al. 2025",
+        {"sparse_loco": lambda w: sparse_loco_compress()},
     ),
     "qsgd": MethodRow(
         "`qsgd_compress(bits=4, key=key)` | N/2 | no | Alistarh et al. 2017",
