@@ -1,13 +1,17 @@
-"""The command line: `python -m gcjax plan` predicts what compression will bring."""
+"""The command line: `plan` predicts what compression will bring, `selfcheck` says whether the laws hold here."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import ModuleType
 
+import jax
+
 import gcjax
 from gcjax._planner.network import as_count
+from gcjax._selfcheck import selfcheck
 
 SHOWN = 6  # methods in the plot, beside the dense mean
 
@@ -20,13 +24,15 @@ def main(arguments: Sequence[str] | None = None, measure_costs: Callable[..., ob
       measure_costs: what `--measure` calls, with a function that shows the progress.
 
     Returns:
-      The exit status: 0, or 2 for bad arguments.
+      The exit status: 0; 1 if a law does not hold; 2 for bad arguments.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()
         return 0
+    if args.command == "selfcheck":
+        return _selfcheck(args.devices)
     try:
         print(_predicted(args, measure_costs))
     except (ValueError, ImportError, OSError) as error:
@@ -54,7 +60,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--measure", action="store_true", help="measure the methods on this device again")
     add.add_argument("--plot", metavar="FILE", help="draw the step's time against the speed of the link")
+    add = commands.add_parser("selfcheck", help="check that the laws hold on the devices at hand, in about a minute")
+    add.description = (
+        "Runs some methods on all devices: are the updates bit-equal on all workers, is nothing lost, does the "
+        "compiled program move the bytes that gcjax.info reports, and is nothing of the gradient's size all-reduced?"
+    )
+    add.add_argument("--devices", type=int, metavar="N", help="on CPUs, number of virtual devices (default 8)")
     return parser
+
+
+def _selfcheck(devices: int | None) -> int:
+    with contextlib.suppress(RuntimeError):  # called from a program in which JAX has started: as many as there are
+        jax.config.update("jax_num_cpu_devices", 8 if devices is None else devices)
+    if devices is not None and jax.device_count() != devices:
+        print(f"--devices {devices}: there are {jax.device_count()} {jax.default_backend()} devices", file=sys.stderr)
+        return 2
+    if jax.device_count() < 2:
+        print("one device only: nothing is exchanged, so there is nothing to check", file=sys.stderr)
+        return 2
+    print(f"jax {jax.__version__}, gcjax {gcjax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
+    checks = []
+    for check in selfcheck(jax.make_mesh((jax.device_count(),), ("data",))):
+        found = f" ({check.found})" if check.found else ""
+        print(f"{'holds' if check.holds else 'FAILS'}  {check.method}: {check.law}{found}", flush=True)
+        checks.append(check)
+    failed = sum(not check.holds for check in checks)
+    print(
+        f"{len(checks)} laws checked, {failed} failed"
+        + ("; please report it, with all of this output" if failed else "")
+    )
+    return int(failed > 0)
 
 
 def _predicted(args: argparse.Namespace, measure_costs: Callable[..., object]) -> gcjax.Plan:

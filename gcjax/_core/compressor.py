@@ -61,7 +61,9 @@ class Compressor(NamedTuple):
 
     Attributes:
       init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,
-        float32 of the bucket's shape, what this worker has taken in and neither sent nor given up.
+        float32 of the bucket's shape, what this worker has taken in and neither sent nor given up. Its method
+        `mixed(mixing)` says what `gcjax.resize` makes of its fields, see `gcjax.extend.Mixing`; without one, floats are
+        averaged and all else counts as equal on all workers.
       update: see above.
       uses_squares: whether `update` reads `sum_grad_squared`. If it is None, the square of the gradient stands for it.
     """

@@ -54,9 +54,20 @@ def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
-    """Raise ValueError if a compressor exchanges nothing along the axes of the step, or not in every step."""
-    for node in jax.tree.leaves(opt_state, is_leaf=_is_apply_if_finite):
-        if _is_apply_if_finite(node) and compress_states(node):
+    """Raise ValueError if a compressor exchanges nothing along the axes of the step, or not in every step.
+
+    Raises:
+      TypeError: `optax.lookahead`, which takes no parameters but pairs of them.
+    """
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_special):
+        if isinstance(node, optax.LookaheadState):
+            raise TypeError(
+                "optax.lookahead trains pairs of parameters (LookaheadParams), of which a loss knows nothing. Give the "
+                "step the optimiser within, and every k steps move the slow parameters yourself: "
+                "slow = optax.incremental_update(state.params, slow, 0.5), then "
+                "state = state._replace(params=jax.tree.map(jnp.copy, slow))"
+            )
+        if isinstance(node, optax.ApplyIfFiniteState) and compress_states(node):
             raise ValueError(
                 "optax.apply_if_finite stands around a compressor, which must take part in every step. Leave it out: "
                 "the training step skips bad steps by itself"
@@ -96,5 +107,5 @@ def check_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ..
         )
 
 
-def _is_apply_if_finite(node: object) -> bool:
-    return isinstance(node, optax.ApplyIfFiniteState)
+def _is_special(node: object) -> bool:
+    return isinstance(node, (optax.ApplyIfFiniteState, optax.LookaheadState))

@@ -40,6 +40,12 @@ def update_with(
                 raise
             updates, new = tx.update(grad, opt_state, params, value=value(), **extra)
     except TypeError as error:
+        if "unexpected keyword argument 'sum_grad_squared'" in str(error):
+            raise TypeError(
+                f"a transform of tx takes no extra arguments, though its type says so: {error}. Behind the compressor, "
+                "wrap it: optax.GradientTransformation(*transform). It cannot stand around the compressor, such as "
+                "optax.contrib.sam does in sam(optax.chain(compressor, ...), ...): put it behind"
+            ) from error
         if not _asks_for_more(error):
             raise
         raise TypeError(

@@ -13,9 +13,10 @@ from flax import linen as nn
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from wire import collectives, replica_groups
+from wire import replica_groups
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 VOCABULARY, WIDTH = 32, 16
 

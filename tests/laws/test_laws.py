@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from harness import Runner, axes_of, compress_state, limited_buckets, residuals, sample_gradients, stacked
 from rows import SHAPES, SIZES, methods
-from wire import collectives
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 STEPS = 6
 METHODS = methods()

@@ -8,9 +8,9 @@ import pytest
 from harness import Runner, compress_state, residuals, sample_gradients
 from rows import SHAPES, SIZES
 from test_laws import EVERY_KIND, PARAMS, check_conservation, inputs, runner_of
-from wire import collectives
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 STEPS = 4
 NOTHING = {name: np.zeros((8, *shape), np.float32) for name, shape in SHAPES.items()}

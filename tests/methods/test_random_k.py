@@ -8,10 +8,10 @@ import pytest
 from harness import Runner, draws, residuals
 from oracle import F, hash_bits
 from rows import COLUMNS, POSITIONS, Row, seed_words
-from wire import collectives
 
 import gcjax
 from gcjax._kernels import layout
+from gcjax._selfcheck import collectives
 from gcjax.methods import random_k
 
 SEED = 5

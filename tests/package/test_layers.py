@@ -14,7 +14,7 @@ ORDER = [
     *("_version", "_types", "_jax_compat", "_validation"),
     *("_kernels", "_comm", "_core", "_sparse", "extend", "methods"),
     *("_moments", "_training", "_planner", "gossip", "_export"),
-    *("__init__", "flax", "__main__"),  # flax and __main__ are imported by users only
+    *("__init__", "flax", "_selfcheck", "__main__"),  # these last three are imported by users only
 ]
 # A method imports only these, so that everything it needs of the core is public in gcjax.extend.
 OF_METHODS = {"_types", "_jax_compat", "_validation", "_kernels", "_sparse", "extend"}

@@ -11,9 +11,10 @@ import pytest
 from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from wire import along, collectives
+from wire import along
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MIXED = [(EXPLICIT, AUTO), (AUTO, EXPLICIT)]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from agreement_peer import BASE, CHANGES, DEVICES, EQUAL_ROWS, LIMIT
 from harness import mesh_of
-from wire import collectives
 
 import gcjax
+from gcjax._selfcheck import collectives
 from gcjax._training.bad_steps import STEPS_AHEAD
 
 ROOT = Path(__file__).parents[2]

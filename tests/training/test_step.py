@@ -11,9 +11,9 @@ import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 from rows import methods
-from wire import collectives, totals
 
 import gcjax
+from gcjax._selfcheck import collectives, totals
 from gcjax.flax import sync_batchnorm
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
-from wire import collectives
 
 import gcjax
+from gcjax._selfcheck import collectives
 
 WORKERS = 4
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -179,6 +179,31 @@ def test_a_transform_that_asks_for_a_value_gets_the_mean_loss():
     for _ in range(20):
         state, metrics = polyak(state, BATCH)
     assert np.mean(metrics.loss) < np.mean(first.loss)
+
+
+def sam(optimiser):
+    return optax.contrib.sam(optimiser, optax.sgd(0.05), sync_period=2)
+
+
+def test_sam_trains_behind_the_compressor_and_says_so_elsewhere():
+    behind = sam(optax.sgd(1e-3))
+    for tx in (optax.chain(variance(), behind), sam(optax.chain(variance(), optax.sgd(1e-3)))):
+        step = make_step(tx=tx)
+        with pytest.raises(TypeError, match=r"takes no extra arguments.*wrap it: optax\.GradientTransformation"):
+            step(step.init(PARAMS), BATCH)
+    step = make_step(tx=optax.chain(variance(), optax.GradientTransformation(*behind)))
+    state, first = step(step.init(PARAMS), BATCH)
+    for _ in range(20):
+        state, metrics = step(state, BATCH)
+    assert np.mean(metrics.loss) < np.mean(first.loss)
+
+
+@pytest.mark.parametrize("params", [PARAMS, optax.LookaheadParams.init_synced(PARAMS)], ids=["params", "pairs"])
+@pytest.mark.filterwarnings("ignore")
+def test_lookahead_is_named(params):
+    step = make_step(tx=optax.lookahead(optax.chain(variance(), optax.sgd(1e-3)), 5, 0.5))
+    with pytest.raises(TypeError, match=r"lookahead trains pairs.*slow = optax\.incremental_update"):
+        step.init(params)
 
 
 def test_only_a_transform_that_asks_for_a_value_costs_a_collective():

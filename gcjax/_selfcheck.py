@@ -1,0 +1,193 @@
+"""`python -m gcjax selfcheck`: do the laws hold on the devices at hand?
+
+Each method takes a few steps on every device. Looked at are the bits of the updates, what is left over, and the
+collectives of the program that XLA has compiled for these devices.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gcjax
+from gcjax._core.state import compress_states
+
+SHAPES = {"kernel": (96, 128), "bias": (128,), "scale": (), "conv": (3, 3, 16, 16)}
+STEPS = 4
+ENTRIES = sum(math.prod(shape) for shape in SHAPES.values())
+Make = Callable[[str], optax.GradientTransformationExtraArgs]
+# Both transports, and every kind of collective.
+METHODS: dict[str, Make] = {
+    "dense": lambda axis: gcjax.dense_compress(axis_name=axis),
+    "variance, all_gather": lambda axis: _variance("all_gather", axis),
+    "variance, two_phase": lambda axis: _variance("two_phase", axis),
+    "top_k": lambda axis: gcjax.top_k_compress(0.01, axis_name=axis),
+    "qsgd": lambda axis: gcjax.qsgd_compress(4, key=jax.random.key(0), axis_name=axis),
+    "power_sgd": lambda axis: gcjax.power_sgd_compress(2, key=jax.random.key(0), axis_name=axis),
+    "onebit": lambda axis: gcjax.onebit_compress(axis_name=axis),
+}
+UNBIASED = ("qsgd",)  # keep nothing of what they do not send
+
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+
+
+def _variance(transport: str, axis: str) -> optax.GradientTransformationExtraArgs:
+    return gcjax.variance_compress(1.0, feedback=True, transport=transport, axis_name=axis)
+
+
+class Check(NamedTuple):
+    """One law on one method.
+
+    Attributes:
+      method: as in `METHODS`.
+      law: in words.
+      holds: whether it does.
+      found: what was measured.
+    """
+
+    method: str
+    law: str
+    holds: bool
+    found: str
+
+
+class Collective(NamedTuple):
+    """kind, dtype and elements of the result; ring_bytes: what a worker sends; branch: of a conditional, "" outside."""
+
+    kind: str
+    dtype: str
+    elements: int
+    ring_bytes: float
+    branch: str
+
+
+def selfcheck(mesh: jax.sharding.Mesh, methods: dict[str, Make] = METHODS) -> Iterator[Check]:
+    """The laws on every method, with one worker on each device of a mesh with one axis.
+
+    Yields:
+      For each method whether all workers have the same bits, nothing is lost, the compiled program moves the bytes that
+      `gcjax.info` reports, and reduces nothing of the gradient's size; at the end, whether gradients in `shard_map` are
+      each worker's own.
+    """
+    for name, make in methods.items():
+        yield from _check_method(name, make, mesh)
+    yield _check_gradients(mesh)
+
+
+def _check_method(name: str, make: Make, mesh: jax.sharding.Mesh) -> Iterator[Check]:
+    (axis,), workers = mesh.axis_names, mesh.size
+    tx, params = make(axis), {leaf: jnp.zeros(shape) for leaf, shape in SHAPES.items()}
+    state = gcjax.distribute(tx.init(params), mesh)
+    specs = gcjax.state_specs(state)
+
+    def local(gradient, state):
+        gradient = jax.tree.map(lambda x: x[0], gradient)
+        squares = jax.tree.map(lambda g: g**2 / 4, gradient)
+        updates, state = tx.update(gradient, state, sum_grad_squared=squares)
+        # Stacked, so that the workers' bits can be compared.
+        return jax.tree.map(lambda x: x[None], updates), state
+
+    over = PartitionSpec(axis)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(over, specs), out_specs=(over, specs)))
+    rng, equal = np.random.default_rng(0), True
+    given, sent = ({leaf: np.zeros(shape) for leaf, shape in SHAPES.items()} for _ in range(2))
+    for _ in range(STEPS):
+        gradient = {leaf: rng.normal(size=(workers, *shape)).astype(np.float32) for leaf, shape in SHAPES.items()}
+        placed = jax.device_put(gradient, NamedSharding(mesh, over))
+        updates, state = jax.block_until_ready(run(placed, state))
+        for leaf, x in jax.tree.map(np.asarray, updates).items():
+            equal &= bool((x.view(np.uint32) == x[:1].view(np.uint32)).all())
+            sent[leaf] += x[0]
+            given[leaf] += gradient[leaf].mean(0, dtype=np.float64)
+    yield Check(name, "the same bits on all workers", equal, "")
+    if name not in UNBIASED:
+        error = _lost(state, given, sent)
+        yield Check(name, "nothing is lost", error < 1e-5, f"{error:.1e} of the gradients")
+    moved = collectives(run.lower(placed, state).compile().as_text() or "", workers)
+    reported = gcjax.info(state).wire_bytes
+    possible = sorted(totals(moved))
+    near = min(possible, key=lambda total: abs(total - reported))
+    text = f"{reported:,.0f} bytes reported, {near:,.0f} in the program"
+    yield Check(name, "the program moves the bytes that are reported", abs(near - reported) <= 0.01 * reported, text)
+    if name != "dense":
+        largest = max((c.elements for c in moved if c.kind == "all-reduce"), default=0)
+        found = f"at most {largest:,} of {ENTRIES:,} entries are reduced"
+        yield Check(name, "no all-reduce of the gradient's size", largest < ENTRIES / 2, found)
+
+
+def _lost(state: gcjax.CompressState, given: dict, sent: dict) -> float:
+    """What of the dense means is neither in the updates nor in the residuals, as a share of them."""
+    left = {leaf: np.zeros(shape) for leaf, shape in SHAPES.items()}
+    names = sorted(SHAPES)
+    for bucket in jax.tree.map(np.asarray, compress_states(state)[0].buckets.stacked()):
+        layout, workers = bucket.bucket, len(jax.tree.leaves(bucket)[0]) if jax.tree.leaves(bucket) else 0
+        for worker in range(workers):
+            own = jax.tree.map(lambda x, worker=worker: jnp.asarray(x[worker]), bucket)
+            for segment, x in zip(layout.segments, layout.split(own.residual), strict=True):
+                left[names[segment.leaf]] += np.asarray(x, np.float64) / workers
+    errors, whole = (
+        [np.linalg.norm(x) for x in parts]
+        for parts in ([sent[leaf] + left[leaf] - given[leaf] for leaf in SHAPES], given.values())
+    )
+    return float(np.linalg.norm(errors) / np.linalg.norm(whole))
+
+
+def _check_gradients(mesh: jax.sharding.Mesh) -> Check:
+    (axis,), workers = mesh.axis_names, mesh.size
+
+    def local(w, x):
+        return gcjax.local_gradients(jax.grad(lambda w: jnp.sum(w * x)), axis)(w)[None]
+
+    over = PartitionSpec(axis)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), over), out_specs=over))
+    x = jax.device_put(np.arange(1, workers + 1, dtype=np.float32), NamedSharding(mesh, over))
+    found = np.asarray(run(jnp.float32(1.0), x))
+    return Check("local_gradients", "each worker has its own gradient", bool((found == np.asarray(x)).all()), "")
+
+
+def collectives(text: str, workers: int) -> list[Collective]:
+    """All collectives of a compiled program. Raises on a kind whose bytes are not known here."""
+    found = []
+    branch = ""
+    for line in text.splitlines():
+        if line.startswith(("%", "ENTRY")):  # a computation begins
+            branch = "" if line.startswith("ENTRY") else line.split()[0]
+        line = re.sub(r"/\*.*?\*/", "", line)  # long tuples have their indices in comments
+        match = re.search(rf"= (\(?[a-z0-9]+\[[^=]*?) ({'|'.join(KINDS)})(-start)?\(", line)
+        if not match:
+            continue
+        shapes, kind = re.findall(r"([a-z][a-z0-9]*)\[([0-9,]*)\]", match[1]), match[2]
+        if match[3] and kind in ("all-gather", "all-to-all"):  # the result holds the operands too, in front
+            shapes = shapes[len(shapes) // 2 :]
+        for dtype, dims in shapes:
+            elements = math.prod(int(d) for d in dims.split(",")) if dims else 1
+            size = elements * BYTES[dtype]
+            ring: float
+            if kind == "all-reduce":
+                ring = size * 2 * (workers - 1) / workers
+            elif kind in ("all-gather", "all-to-all"):  # for the latter one element per worker, or a single array
+                ring = size * (workers - 1) / workers
+            else:
+                raise ValueError(f"no rule for {kind}: {line}")
+            found.append(Collective(kind, dtype, elements, ring, branch))
+    return found
+
+
+def totals(found: list[Collective]) -> list[float]:
+    """Bytes that a step may move: all outside of branches, and one branch for each kind of collective in branches."""
+    branches: dict[str, dict[str, float]] = {}
+    for c in found:
+        if c.branch:
+            choices = branches.setdefault(c.kind, {})
+            choices[c.branch] = choices.get(c.branch, 0.0) + c.ring_bytes
+    always = sum(c.ring_bytes for c in found if not c.branch)
+    return [always + sum(choice) for choice in itertools.product(*(moved.values() for moved in branches.values()))]
