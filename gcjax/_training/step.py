@@ -20,12 +20,11 @@ from gcjax._comm.collectives import (
     sharded_dimensions,
     worker_index,
 )
-from gcjax._core.info import check_training
 from gcjax._core.per_worker import PerWorker
-from gcjax._core.state import compress_states
 from gcjax._jax_compat import constrain
 from gcjax._moments import value_and_moments
-from gcjax._training.bad_steps import SkipLimit, is_spoilt, skipping_bad, where_good
+from gcjax._training.bad_steps import is_spoilt, skipping_bad, where_good
+from gcjax._training.call_checks import CallChecks
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -33,7 +32,6 @@ from gcjax._training.checks import (
     check_spec,
     check_state,
 )
-from gcjax._training.consistency import check_agreement
 from gcjax._training.frozen import merge_params, of_trained, split_by
 from gcjax._training.gradients import Inputs, accumulated, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
@@ -42,8 +40,6 @@ from gcjax._training.optimiser import update_with
 from gcjax._training.sharding import distribute, init_sharded, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_random_key
-
-STEPS_TO_CHECK = 100  # until `check_training` runs
 
 
 class TrainState(NamedTuple):
@@ -228,13 +224,9 @@ class TrainStep:
         self._sharding = {name for dimensions in specs for _, names in dimensions for name in names}
         self._gathered = tuple(axis for axis in axes if axis in self._sharding)
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
+        self._skips_bad = max_skipped is not None
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
-        self._limit = None if max_skipped is None else SkipLimit(max_skipped)
-        self._unchecked, self._checks, self._calls = checks, checks, 0
-        self._agreed: set = set()  # batch shapes for which all processes were found to run the same program
-        # CPU devices of one process share a thread pool. With several steps in flight, collectives can take all of its
-        # threads while some device has not begun, and wait for ever. So on CPUs only one step is in flight.
-        self._one_at_a_time = mesh.local_mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._checks = CallChecks(mesh, max_skipped, self._check_loss if checks else None, self._jitted.lower)
 
     def init(self, params: PyTree, *, model_state: PyTree = None, key: Array | None = None) -> TrainState:
         """The state before the first step, on the mesh. The arguments stay valid."""
@@ -256,19 +248,9 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """One step. Donates `state`."""
         self._check_arguments(state, batch)
-        if self._limit is not None:
-            self._limit.check(state.step, state.skipped)
-        if jax.process_count() > 1:
-            self._check_agreement(state, batch)
-        if self._one_at_a_time:
-            jax.block_until_ready((state, batch))  # the batch too: it may be the output of another program
-        if self._unchecked and not _is_traced((state, batch)):
-            self._check_loss(state, batch)
-            self._unchecked = False
-        self._check_training(state)
+        self._checks.before(state, batch)
         state, metrics = self._jitted(state, batch)
-        if self._limit is not None:
-            self._limit.note(metrics.skipped)
+        self._checks.after(metrics.skipped)
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -314,7 +296,7 @@ class TrainStep:
             update_with, self._tx, grad, params=params, squares=squares, value=functools.partial(self._value, loss)
         )
         skipped = state.skipped
-        if self._limit is None:
+        if not self._skips_bad:
             updates, opt_state = update(state.opt_state)
             new_params = optax.apply_updates(params, updates)
         else:
@@ -378,24 +360,3 @@ class TrainStep:
         except Exception:  # the user's loss may raise anything where it takes no two samples
             return
         check_losses(np.asarray(lowered.compile()(state, batch)), self._moments, self._split(state.params)[0])
-
-    def _check_training(self, state: TrainState) -> None:
-        """`check_training`, once, when there have been steps enough."""
-        self._calls += 1
-        due = self._checks and self._calls == STEPS_TO_CHECK + 1 and not _is_traced(state)
-        if due and compress_states(state.opt_state):
-            check_training(state.opt_state)
-
-    def _check_agreement(self, state: TrainState, batch: PyTree) -> None:
-        """Check before any collective that all processes run the same program, and start from the same state."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        seen = (jax.tree.structure((state, shapes)), *jax.tree.leaves(shapes))
-        if seen not in self._agreed:
-            start = {} if self._agreed else {"state": state}
-            # The step itself reuses this trace and lowering.
-            check_agreement(self._mesh, batch=shapes, **start, program=self._jitted.lower(state, batch))
-            self._agreed.add(seen)
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
