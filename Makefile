@@ -1,10 +1,10 @@
-# make demo | test | test-full | accelerators-test | lint | bench | accelerators | readme: each sets up .venv on its
-# first call and reuses it.
+# make demo | test | test-full | accelerators-test | lint | bench | accelerators | readme | docs | docs-links: each sets
+# up .venv on its first call and reuses it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full accelerators-test lint bench accelerators readme clean
+.PHONY: demo test test-full accelerators-test lint bench accelerators readme docs docs-links clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
@@ -40,6 +40,22 @@ accelerators: $(VENV)/ready
 readme: $(VENV)/ready
 	$(BIN)/python tests/support/readme_table.py
 
+# The site, in docs/_build/html. Warnings are errors, dead links within it too. The tutorials run here, which takes some
+# minutes; their output is kept in docs/_build and made again when a tutorial changes.
+SPHINX = $(BIN)/python -m sphinx -W --keep-going -q docs
+
+docs: $(VENV)/ready-docs
+	rm -rf docs/api/generated
+	$(SPHINX) docs/_build/html
+
+# Whether links to other sites work: needs a network, and they may be down.
+docs-links: $(VENV)/ready-docs
+	$(SPHINX) docs/_build/links -b linkcheck
+
+$(VENV)/ready-docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gcjax needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -47,4 +63,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo docs/_build docs/api/generated

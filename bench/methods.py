@@ -53,6 +53,7 @@ def methods(axis_name: str | None) -> dict[str, Callable]:
         "power_sgd rank 4": lambda: gcjax.power_sgd_compress(4, **key, **place),
         "sketch": lambda: gcjax.sketch_compress(DENSITY, **key, **place),
         "demo": lambda: gcjax.demo_compress(**place),
+        "sparse_loco": lambda: gcjax.sparse_loco_compress(**place),
     }
 
 

@@ -23,6 +23,7 @@ SOURCES = {
     "accelerators": ("bench/accelerators",),
     "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
+    "local": ("bench/local.py", "examples/gossip.py", "examples/common"),
     "methods": ("bench/methods.py",),
     "moments": ("bench/moments.py", "bench/moments_models.py", "bench/moments_torch.py"),
     "network": ("bench/network",),

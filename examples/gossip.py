@@ -1,13 +1,14 @@
 """Training without a global exchange: SwarmSGD, D-PSGD, SGP and local SGD against all-reduce, on digits or CIFAR-10.
 
-Trains one small convolutional network (Flax, momentum SGD) with 8 workers, which are this machine's accelerators or
-virtual CPU devices. Every worker has its own part of the images and its own model; the mean of the models is tested.
-Prints a table of accuracy and bits sent, and writes a plot (gossip.png) and all curves (gossip.json). Nothing here is
-asynchronous; for that see gcjax.gossip.simulate and swarm_mpi.py.
+Trains one small convolutional network (Flax; momentum SGD or AdamW) with 8 workers, which are this machine's
+accelerators or virtual CPU devices. Every worker has its own part of the images and its own model; the mean of the
+models is tested. Prints a table of accuracy and bits sent, and writes a plot (gossip.png) and all curves (gossip.json).
+Nothing here is asynchronous; for that see gcjax.gossip.simulate and swarm_mpi.py.
 
     python examples/gossip.py                                # scikit-learn's digits, two minutes on two cores
     python examples/gossip.py --data DIR                     # CIFAR-10, see cifar10.py; a quarter of an hour
     python examples/gossip.py --algorithms all-reduce swarm-8 --seeds 3
+    python examples/gossip.py --algorithms diloco sparse-loco --local-steps 15 --optimiser adamw --learning-rate 0.002
 """
 
 import argparse
@@ -36,6 +37,7 @@ import gcjax
 from gcjax import gossip
 
 PyTree = Any
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 # By key: title, and what makes the transform. The all-reduce is local SGD of one step: with SGD, averaging the models
 # after every step equals averaging the gradients.
 ALGORITHMS = {
@@ -51,11 +53,42 @@ ALGORITHMS = {
         "SwarmSGD, 8 bits",
         lambda args, key: gossip.swarm_average(args.local_steps, bits=8, key=key, axis_name="data"),
     ),
+    "diloco": ("DiLoCo", lambda args, key: gossip.local_sgd(args.local_steps, outer=OUTER, axis_name="data")),
+    "streaming": (
+        "Streaming DiLoCo",
+        lambda args, key: gossip.local_sgd(
+            args.local_steps,
+            outer=OUTER,
+            fragments=min(4, args.local_steps),
+            delay=args.local_steps // 6,
+            mixing=0.5,
+            axis_name="data",
+        ),
+    ),
+    "sparse-loco": (
+        "SparseLoCo",
+        lambda args, key: gossip.local_sgd(
+            args.local_steps, compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"
+        ),
+    ),
+    "sparse-loco-workers": (
+        "SparseLoCo, mean of all",
+        lambda args, key: gossip.local_sgd(
+            args.local_steps,
+            compressor=gcjax.sparse_loco_compress(average="workers", axis_name="data"),
+            axis_name="data",
+        ),
+    ),
 }
+USUAL = ["all-reduce", "local", "d-psgd", "sgp", "swarm", "swarm-8"]  # the others are for more local steps
+OPTIMISERS = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adamw": optax.adamw}
 DENSE = "all-reduce"
 DIGITS = {"batch": 16, "epochs": 40, "learning_rate": 0.05}
 CIFAR = {"batch": 64, "epochs": 6, "learning_rate": 0.02}
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito
+COLOURS = (  # of Okabe and Ito, grey and brown
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#F0E442", "#999999", "#884400"),
+)
 
 
 def batches(rng: np.random.Generator, parts: np.ndarray, size: int) -> np.ndarray:
@@ -109,7 +142,7 @@ def train(name: str, seed: int, data: ImageData, args: argparse.Namespace, mesh:
     steps = own // args.batch
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
     exchange = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
-    step = gossip.make_train_step(loss_fn, optax.chain(optax.sgd(rate, momentum=0.9), exchange), mesh)
+    step = gossip.make_train_step(loss_fn, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
     state = step.init(Cnn().init(jax.random.key(seed), jnp.zeros((1, *images.shape[1:])), train=True)["params"])
     parts = np.random.default_rng(seed).permutation(len(images))[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
@@ -213,9 +246,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; digits without it")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="what to compare")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=USUAL, help="what to compare")
     parser.add_argument("--workers", type=count, default=8, help="workers, one per device; at least 2")
-    parser.add_argument("--local-steps", type=count, default=4, help="of local SGD and SwarmSGD")
+    parser.add_argument("--local-steps", type=count, default=4, help="of all but all-reduce, D-PSGD and SGP")
+    parser.add_argument("--optimiser", choices=OPTIMISERS, default="sgd", help="of each worker")
     text = "{}; {} for digits, {} for CIFAR-10"
     for name, kind, about in (
         ("batch", count, "images per worker and step"),

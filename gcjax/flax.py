@@ -130,6 +130,14 @@ def distribute(optimizer: nnx.Optimizer, mesh: Mesh) -> nnx.Optimizer:
     Raises:
       TypeError: it is no `nnx.Optimizer`.
       ValueError: the mesh lacks an axis that the compressor names.
+
+    Example:
+      >>> import gcjax, jax
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> tx = optax.chain(gcjax.top_k_compress(0.5, axis_name="data"), optax.sgd(0.1))
+      >>> optimizer = distribute(nnx.Optimizer(model, tx, wrt=nnx.Param), jax.make_mesh((1,), ("data",)))
+      >>> print(gcjax.info(optimizer.opt_state).residual_norm)  # one for each worker
+      [0.]
     """
     _check_optimizer(optimizer)
     placed = sharding.distribute_any(optimizer, mesh)

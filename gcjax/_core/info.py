@@ -87,6 +87,13 @@ def info(opt_state: PyTree) -> Info:
     Raises:
       ValueError: there is no gcjax state in it, or state of several workers that claims to be that of one.
       TypeError: called inside `jax.jit`.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.top_k_compress(0.5)
+    >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
+    >>> sent = gcjax.info(tx.update(g, tx.init(g))[1])
+    >>> print(sent.sent, sent.compression_ratio, sent.residual_norm.round(2))
+    [2] 2.0 [1.12]
     """
     states = _readable_states(opt_state)
     reports = [_report(s) for s in states]

@@ -43,6 +43,14 @@ def check_moments(
       ValueError: the loss or a leaf of the gradient or of the squares differs, or has another dtype. The message names
         the leaf, the error and the cure.
       TypeError: called under jit, where values are not known.
+
+    Example:
+      >>> params, batch = jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]])
+      >>> check_moments(lambda w, x: jnp.mean((x @ w) ** 2))(params, batch)  # a mean over samples: nothing to say
+      >>> check_moments(lambda w, x: jnp.mean(x @ w) ** 2)(params, batch)
+      Traceback (most recent call last):
+      ...
+      ValueError: the gradient of params differs from jax.grad of the batch loss by ...
     """
     moments_fn = jax.jit(value_and_moments(loss_fn, has_aux, **keywords))
     # One group of the whole batch is the batch loss itself, with the sample axis bound to size 1.

@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """One sentence: whether to compress, and with which method."""
+        """Whether to compress, and with which method, in one sentence."""
         best, dense = self.best, self.dense
         saved = 1 - best.step / dense.step
         if saved < WORTH_IT:

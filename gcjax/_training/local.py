@@ -27,6 +27,17 @@ def local_gradients(grad_fn: Callable[..., Result], axis_name: AxisNames) -> Cal
 
     Returns:
       A function with the signature of `grad_fn`.
+
+    Example:
+      >>> import gcjax, jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> grad = gcjax.local_gradients(jax.grad(lambda w, x: jnp.mean(x * w)), axis_name="data")
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+      >>> per_worker = jax.shard_map(lambda w, x: grad(w, x)[None], mesh=mesh, **specs)
+      >>> x = jax.device_put(jnp.array([2.0, 4.0]), jax.NamedSharding(mesh, P("data")))
+      >>> print(jax.jit(per_worker)(jnp.float32(1.0), x))  # one gradient for each worker
+      [3.]
     """
     axes = axis_tuple(axis_name)
 
@@ -54,6 +65,11 @@ def local_transform(tx: optax.GradientTransformation, axis_name: AxisNames) -> o
 
     Returns:
       A transform with the same updates, whose state is a `PerWorker`.
+
+    Example:
+      >>> import gcjax, jax.numpy as jnp
+      >>> print(type(gcjax.local_transform(optax.trace(0.9), "data").init(jnp.ones(3))).__name__)
+      PerWorker
     """
     axes = axis_tuple(axis_name)
     tx = optax.with_extra_args_support(tx)

@@ -83,7 +83,8 @@ def restore_target(state: PyTree, workers: int) -> PyTree:
 
     def shaped(node):
         if isinstance(node, PerWorker):
-            node = jax.eval_shape(lambda node: node.mixed(Mixing(node.workers, workers)), node)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), node)  # on no mesh
+            node = jax.eval_shape(lambda node: node.mixed(Mixing(node.workers, workers)), shapes)
         return jax.tree.map(lambda x: x if _is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape), node)
 
     return jax.tree.map(shaped, state, is_leaf=lambda node: isinstance(node, PerWorker))

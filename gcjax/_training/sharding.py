@@ -29,6 +29,13 @@ def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) ->
 
     Raises:
       TypeError: the state was split into dicts, which do not say what is per worker.
+
+    Example:
+      >>> import gcjax
+      >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.trace(0.9))
+      >>> compressor, momentum = gcjax.state_specs(tx.init(jnp.ones(3)))
+      >>> print(compressor.report, momentum.trace)
+      P('data',) P()
     """
     _reject_split(state)
     specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=_is_spec), is_leaf=_is_spec)
@@ -64,6 +71,14 @@ def init_sharded(
 
     Returns:
       `tx`'s state as global arrays.
+
+    Example:
+      >>> import gcjax
+      >>> mesh, params = jax.make_mesh((1, 1), ("host", "chip")), {"w": jnp.ones((4, 2))}
+      >>> tx = gcjax.dense_compress(axis_name="host")
+      >>> state = gcjax.init_sharded(tx, params, mesh, {"w": PartitionSpec("chip")})
+      >>> print(state.report.axes)
+      ('host', 'chip')
     """
     leaf_specs = jax.tree.broadcast(param_specs, params, is_leaf=_is_spec)
     found = []
@@ -95,6 +110,13 @@ def distribute(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     Raises:
       ValueError: the mesh lacks an axis that a node names, or a node has several workers already.
       TypeError: the state was split into dicts, which do not say what is per worker; or it is an `nnx.Optimizer`.
+
+    Example:
+      >>> import gcjax
+      >>> tx = optax.chain(gcjax.top_k_compress(0.5, axis_name="data"), optax.trace(0.9))
+      >>> state = gcjax.distribute(tx.init(jnp.ones(3)), jax.make_mesh((1,), ("data",)))
+      >>> print(state[0].report.workers, state[1].trace.sharding.spec)  # the rest is replicated
+      1 P()
     """
     _reject_split(state)
     if any(_is_of_nnx(node) for node in jax.tree.leaves(state, is_leaf=_is_of_nnx)):

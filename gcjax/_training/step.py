@@ -150,6 +150,15 @@ def make_train_step(
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called, on all processes) the processes would not run the same step from the same state; see
         `gcjax.check_agreement`.
+
+    Example:
+      >>> import gcjax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
+      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh, moments=None)
+      >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
+      >>> print(state.params, metrics.loss, metrics.skipped)
+      3.0 [10.] 0
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     check_flag("has_aux", has_aux)

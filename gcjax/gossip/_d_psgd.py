@@ -17,14 +17,21 @@ from gcjax._comm.collectives import dense_mean, send
 from gcjax._types import AxisNames, PyTree
 from gcjax.gossip._graphs import Graph, check_graph, mixing_matrix, neighbours
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
+from gcjax.gossip._periodic import (
+    Exchange,
+    ExchangeInput,
+    ExchangeResult,
+    leaves_of,
+    no_exchange,
+    periodic_exchange,
+    vectors_of,
+)
 
 
 def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
-    r"""Averages every worker's model with its neighbours' while it takes its own step.
+    """Averages every worker's model with its neighbours' while it takes its own step.
 
-    .. math::
-        x_i \leftarrow \sum_j W_{ij} x_j + u_i
+        x_i <- sum_j W_ij x_j + u_i
 
     with the incoming updates u and the weights W of `mixing_matrix`: 1/3 each on a ring. The larger
     `gcjax.gossip.spectral_gap(graph, workers)`, the faster the workers agree. The models before the local update are
@@ -45,6 +52,12 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
 
     **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
     around the optimiser before this transform.
+
+    >>> import gcjax, jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.d_psgd("ring"))  # a single worker: nothing is averaged
+    >>> params = jnp.ones(3)
+    >>> tx.update(params, tx.init(params), params)[0].tolist()
+    [-0.5, -0.5, -0.5]
     """
     check_graph(graph)
 
@@ -68,4 +81,4 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
         degree = jnp.asarray(neighbours(graph, workers)[1])[inputs.rank]
         return ExchangeResult(leaves_of(inputs.layout, changes), method, degree * length, True)
 
-    return periodic_exchange(lambda params: (), exchange, 1, axis_name)
+    return periodic_exchange(lambda params: (), [Exchange(exchange, 1)], 1, axis_name)

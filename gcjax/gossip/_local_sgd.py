@@ -1,14 +1,22 @@
-"""Local SGD: every few updates all models are averaged, or moved by an outer optimiser.
+"""Local SGD: every few updates all models are averaged, or moved by an outer optimiser, at once or in fragments.
 
 **Source.** Sebastian U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767; with an
 outer optimiser Arthur Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-arXiv 2311.08105, algorithm 1.
+arXiv 2311.08105, algorithm 1; in fragments Arthur Douillard et al., "Streaming DiLoCo with overlapping communication",
+2025, arXiv 2501.18512, algorithm 2.
 
-**Wire format.** An all-reduce of the model, float32[bucket.entries] per bucket, or what the compressor sends.
+**Wire format.** An all-reduce of the model or fragment, float32[bucket.entries] per bucket, or what the compressor
+sends.
 
-**Deviations.** None.
+**Deviations.** Streaming DiLoCo: a fragment is made of leaves, by default so that all fragments are about as large; the
+paper's are made of whole layers, which `fragments` can say, too. What is sent is float32 unless there is a compressor;
+the paper rounds it to 4-bit floats. The first fragment is sent after local_steps / fragments updates, not after
+local_steps. What is sent arrives within the update that sends it, and is kept until it is mixed in: in one compiled
+step, XLA runs a collective in a conditional where it stands, so that `delay` gives the paper's updates, and hides no
+time.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,23 +25,28 @@ import optax
 
 from gcjax._comm.collectives import dense_mean
 from gcjax._core.state import compress_states
-from gcjax._kernels.layout import flatten, unflatten
-from gcjax._types import ArrayLike, AxisNames, PyTree
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
+from gcjax._kernels.layout import flatten, layout_of, unflatten
+from gcjax._types import Array, ArrayLike, AxisNames, PyTree
+from gcjax._validation import check_integer, check_number
+from gcjax.gossip._periodic import Exchange, ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
 
 
 class OuterState(NamedTuple):
-    """State of the outer step.
+    """State of the outer step of one fragment. What is not needed is ().
 
     Attributes:
-      anchor: the parameters after the last exchange, the same on all workers.
+      anchor: the parameters after the last exchange, the same on all workers, with `optax.MaskedNode()` in place of
+        the leaves of other fragments.
       outer: state of the outer optimiser.
-      compressor: state of the compressor, or ().
+      compressor: state of the compressor.
+      arrived: with a delay, what waits to be mixed in, the same on all workers: the leaves of each bucket, float32, of
+        the mean outer gradient, or of the mean of the models if there is no outer step.
     """
 
     anchor: PyTree
     outer: PyTree
     compressor: PyTree
+    arrived: PyTree
 
 
 def local_sgd(
@@ -41,25 +54,46 @@ def local_sgd(
     *,
     outer: optax.GradientTransformation | None = None,
     compressor: optax.GradientTransformation | None = None,
+    fragments: PyTree = 1,
+    delay: int = 0,
+    mixing: ArrayLike = 1.0,
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replaces all models by their mean, or applies an outer optimiser, in every `local_steps`-th update.
+    """Replaces all models by their mean, or applies an outer optimiser, in every `local_steps`-th update.
 
-    .. math::
-        \Delta = \frac1n \sum_i C(a - x_i), \qquad a \leftarrow a + \mathrm{outer}(\Delta), \qquad x_i \leftarrow a
+        D = (sum over the workers of C(a - x_i)) / workers
+        a <- a + outer(D)
+        x_i <- x_i + mixing * (a - x_i)
 
-    with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of DiLoCo is
-    `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models become their
-    mean. After an exchange they are equal up to the rounding of this last update.
+    with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of
+    DiLoCo is `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models are
+    mixed with their mean. With `mixing=1` they are equal after an exchange, up to the rounding of this last update.
 
     It ends a chain: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(100, outer=optax.sgd(0.7, momentum=0.9,
     nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Between exchanges nothing is sent.
+
+    Recipes, each with an inner optimiser before it:
+
+    - SparseLoCo: `local_sgd(30, compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data")`. The
+      residual of the compressor stands in for the outer momentum.
+    - MuLoCo: `optax.contrib.muon(0.02)` as inner optimiser, and `local_sgd(30, outer=optax.sgd(0.7, momentum=0.6,
+      nesterov=True), compressor=gcjax.sparse_loco_compress(4096, bits=4, axis_name="data"), axis_name="data")`, which
+      sends every entry in 4 bits.
+    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, mixing=0.5, axis_name="data")`.
 
     Args:
       local_steps: updates from one exchange to the next, including the one that exchanges.
       outer: optax transform of the outer gradient; None is `optax.sgd(1.0)`.
       compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, that
         replaces the dense mean; None for the dense mean.
+      fragments: in how many parts the model is exchanged, each in every `local_steps`-th update but at its own time,
+        so that an exchange is as much smaller. Leaves are shared out so that the parts are about equal. Or the number
+        of each leaf's part, from 0: a prefix of the parameters' tree that is more than a number, such as `{"embed": 0,
+        "layers": [0, 1, 2], "head": 2}`.
+      delay: updates between the one that sends and the one that takes the outer step and mixes, below `local_steps`.
+        Until then the state holds a float32 more per parameter. What waits when training ends is not applied.
+      mixing: in (0, 1], how much of the anchor replaces a worker's own parameters. 1 - mixing is alpha in the paper on
+        Streaming DiLoCo.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:
@@ -67,23 +101,35 @@ def local_sgd(
       the parameters that `init` was given.
 
     Raises:
-      TypeError, ValueError: an argument out of range; a compressor that is not one of gcjax (from `init`).
+      TypeError, ValueError: an argument out of range; (from `init`) a compressor that is not one of gcjax, more
+        fragments than leaves, `fragments` that do not fit the parameters.
 
     **Randomness**: the compressor's. **Bias**: the compressor's. **Non-finite input** reaches all workers in an
     exchange, and the anchor: put `optax.apply_if_finite` around the optimiser before this transform.
     """
-    if outer is None and compressor is not None:
-        outer = optax.sgd(1.0)
+    check_integer("local_steps", local_steps, 1)
+    check_integer("delay", delay, 0, local_steps - 1)
+    check_number("mixing", mixing, 0.0, 1.0)
+    count = _count_fragments(fragments, local_steps)
+    anchored = outer is not None or compressor is not None
+    outer_step = optax.sgd(1.0) if outer is None else outer
 
-    def init_method(params: PyTree) -> PyTree:
-        if outer is None:
-            return ()
+    def init_fragment(params: PyTree) -> OuterState:
+        layout = layout_of(params)
+        zeros = [tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments) for bucket in layout.buckets]
+        arrived = zeros if delay else ()
+        if not anchored:
+            return OuterState((), (), (), arrived)
         compress_state = () if compressor is None else compressor.init(params)
         if compressor is not None and not compress_states(compress_state):
             raise TypeError(f"compressor must be a transform of gcjax such as gcjax.top_k_compress, got {compressor!r}")
-        return OuterState(jax.tree.map(jnp.copy, params), outer.init(params), compress_state)
+        return OuterState(jax.tree.map(jnp.copy, params), outer_step.init(params), compress_state, arrived)
 
-    def exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
+    def init_method(params: PyTree) -> tuple[OuterState, ...]:
+        return tuple(init_fragment(part(params)) for part in parts)
+
+    def send(inputs: ExchangeInput, state: OuterState) -> tuple[list[tuple[Array, ...]], OuterState, ArrayLike]:
+        """What arrives from all workers, the state, and the words that this worker sends."""
         layout, models, workers = inputs.layout, inputs.models(), inputs.workers
 
         def mean(buckets):
@@ -91,20 +137,94 @@ def local_sgd(
             return leaves_of(layout, vectors)
 
         words: ArrayLike = -(-2 * (workers - 1) * layout.entries // workers)  # of a ring all-reduce
-        if outer is None:
-            changes = jax.tree.map(jnp.subtract, mean(models), models)
-            return ExchangeResult(changes, method, words, workers > 1)
-        outer_grad = jax.tree.map(jnp.subtract, flatten(layout, method.anchor), models)
-        compress_state = method.compressor
+        if not anchored:
+            return mean(models), state, words
+        outer_grad = jax.tree.map(jnp.subtract, flatten(layout, state.anchor), models)
         if compressor is None:
-            outer_grad = unflatten(layout, mean(outer_grad))
-        else:
-            outer_grad, compress_state = compressor.update(unflatten(layout, outer_grad), compress_state)
-            wire_bytes = [s.report.value.sent.wire_bytes[0] for s in compress_states(compress_state)]
-            words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
-        outer_updates, outer_state = outer.update(outer_grad, method.outer, method.anchor)
-        anchor = optax.apply_updates(method.anchor, outer_updates)
-        changes = jax.tree.map(jnp.subtract, flatten(layout, anchor), models)
-        return ExchangeResult(changes, OuterState(anchor, outer_state, compress_state), words, workers > 1)
+            return mean(outer_grad), state, words
+        compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
+        wire_bytes = [s.report.value.sent.wire_bytes[0] for s in compress_states(compress_state)]
+        words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
+        return flatten(layout, compressed), state._replace(compressor=compress_state), words
 
-    return periodic_exchange(init_method, exchange, local_steps, axis_name)
+    def mix(
+        inputs: ExchangeInput, state: OuterState, arrived: list[tuple[Array, ...]]
+    ) -> tuple[list[tuple[Array, ...]], OuterState]:
+        """The changes of this worker's parameters, and the state."""
+        layout, aim = inputs.layout, arrived
+        if anchored:
+            outer_updates, outer_state = outer_step.update(unflatten(layout, arrived), state.outer, state.anchor)
+            anchor = optax.apply_updates(state.anchor, outer_updates)
+            state, aim = state._replace(anchor=anchor, outer=outer_state), flatten(layout, anchor)
+        return jax.tree.map(lambda new, own: mixing * (new - own), aim, inputs.models()), state
+
+    def at_once(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
+        arrived, state, words = send(inputs, state)
+        changes, state = mix(inputs, state, arrived)
+        return ExchangeResult(changes, state, words, inputs.workers > 1)
+
+    def only_send(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
+        arrived, state, words = send(inputs, state)
+        changes = jax.tree.map(jnp.zeros_like, inputs.params)
+        return ExchangeResult(changes, state._replace(arrived=arrived), words, inputs.workers > 1)
+
+    def only_mix(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
+        changes, state = mix(inputs, state, state.arrived)
+        return ExchangeResult(changes, state, 0, False)
+
+    parts = [_part(fragments, count, number) for number in range(count)]
+    exchanges = []
+    for number, part in enumerate(parts):
+        at = (number + 1) * local_steps // count
+        for run, when in ((only_send, at), (only_mix, at + delay)) if delay else ((at_once, at),):
+            exchanges.append(Exchange(_of_fragment(run, number), when, part))
+    return periodic_exchange(init_method, exchanges, local_steps, axis_name)
+
+
+def _of_fragment(run: Callable[[ExchangeInput, OuterState], ExchangeResult], number: int) -> Callable:
+    """`run`, which takes and returns the state of one fragment, on the states of all."""
+
+    def run_one(inputs: ExchangeInput, states: tuple[OuterState, ...]) -> ExchangeResult:
+        result = run(inputs, states[number])
+        return result._replace(method=(*states[:number], result.method, *states[number + 1 :]))
+
+    return run_one
+
+
+def _count_fragments(fragments: PyTree, local_steps: int) -> int:
+    if isinstance(fragments, int):
+        check_integer("fragments", fragments, 1, local_steps)
+        return fragments
+    numbers = jax.tree.leaves(fragments)
+    if jax.tree_util.all_leaves([fragments]) or not numbers:
+        raise TypeError(f"fragments must be an int, or a tree of the numbers of parts, got {fragments!r}")
+    for number in numbers:
+        check_integer("fragments", number, 0, local_steps - 1)
+    count = len(set(numbers))
+    if set(numbers) != set(range(count)):
+        raise ValueError(f"fragments must number the parts from 0 without gaps, got {sorted(set(numbers))}")
+    return count
+
+
+def _part(fragments: PyTree, count: int, number: int) -> Callable[[PyTree], PyTree]:
+    """tree -> the tree with `optax.MaskedNode()` in place of the leaves of other fragments."""
+
+    def part(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, own: x if own == number else optax.MaskedNode(), tree, labels(tree))
+
+    def labels(tree: PyTree) -> PyTree:
+        if not isinstance(fragments, int):
+            try:
+                return jax.tree.broadcast(fragments, tree)
+            except ValueError as error:
+                raise ValueError(f"fragments must be a prefix of the tree of parameters: {error}") from error
+        leaves, treedef = jax.tree.flatten(tree)
+        if len(leaves) < count:
+            raise ValueError(f"fragments must be at most the number of leaves, which is {len(leaves)}, got {count}")
+        sizes, owners = [0] * count, [0] * len(leaves)
+        for leaf in sorted(range(len(leaves)), key=lambda i: -jnp.size(leaves[i])):
+            owners[leaf] = sizes.index(min(sizes))
+            sizes[owners[leaf]] += jnp.size(leaves[leaf])
+        return jax.tree.unflatten(treedef, owners)
+
+    return part if count > 1 else lambda tree: tree

@@ -1,5 +1,6 @@
 """What all gossip transforms share: the exchange every few updates, the count of what was sent, and the checks."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class ExchangeInput(NamedTuple):
     """What a method sees of one exchange.
 
     Attributes:
-      layout: of the updates.
+      layout: of the updates, or of the part of them that the exchange is about.
       params: this worker's parameters before the update: the leaves of each bucket, float32.
       updates: this worker's local update, likewise.
       number: int32, exchanges before this one.
@@ -62,6 +63,21 @@ class ExchangeResult(NamedTuple):
     failed: ArrayLike = False
 
 
+class Exchange(NamedTuple):
+    """What a method does once in every `local_steps` updates.
+
+    Attributes:
+      run: run(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
+      at: number of the first update in which it runs, counted from 1; at most 2 * local_steps.
+      part: part(tree) -> the tree with `optax.MaskedNode()` in place of the leaves that the exchange leaves alone; None
+        for all leaves.
+    """
+
+    run: Callable[[ExchangeInput, Any], ExchangeResult]
+    at: int
+    part: Callable[[PyTree], PyTree] | None = None
+
+
 def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
     """What goes over the wire in full precision: the leaves of each bucket one after the other, without padding."""
     return [jnp.concatenate([x.reshape(-1) for x in leaves]) for leaves in buckets]
@@ -83,20 +99,27 @@ def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
 
 def periodic_exchange(
     init_method: Callable[[PyTree], PyTree],
-    exchange: Callable[[ExchangeInput, Any], ExchangeResult],
+    exchanges: Sequence[Exchange],
     local_steps: int,
     axis_name: AxisNames,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transform that exchanges in every `local_steps`-th update.
+    """A transform that exchanges once in every `local_steps` updates.
 
     Args:
       init_method: init_method(params) -> the method's first state.
-      exchange: exchange(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
-      local_steps: updates from one exchange to the next.
+      exchanges: what is exchanged, each at its own time.
+      local_steps: updates from one run of an exchange to its next.
       axis_name: mesh axis or axes of the workers; None for a single worker.
     """
     axes = axis_tuple(axis_name)
     check_integer("local_steps", local_steps, 1)
+    # What runs in each update of the first period, in which some exchanges may not yet have begun, and of all others.
+    running = [
+        tuple(e for e in exchanges if update >= e.at and (update - e.at) % local_steps == 0)
+        for update in range(1, 2 * local_steps + 1)
+    ]
+    choices = list(dict.fromkeys(running))
+    choice_of = np.array([choices.index(now) for now in running], np.int32)
 
     def init(params: PyTree) -> GossipState:
         layout_of(params)
@@ -112,29 +135,43 @@ def periodic_exchange(
             return updates, state._replace(step=state.step + 1)
         rank = worker_index(axes) if axes else jnp.int32(0)
 
-        def exchange_now(updates, traffic, method):
-            local = flatten(layout, updates)
-            number = state.step // local_steps
-            inputs = ExchangeInput(layout, flatten(layout, params), local, number, axes, workers, rank)
-            result = exchange(inputs, method)
-            total = unflatten(layout, jax.tree.map(jnp.add, local, result.changes))
-            traffic_now = traffic.after(result.words, result.took_part, result.failed)
-            return jax.tree.map(_typed_like, (total, traffic_now, result.method), (updates, traffic, method))
-
-        def only_local(updates, traffic, method):
-            return updates, traffic._replace(last=_typed_like(jnp.uint32(0), traffic.last)), method
+        def exchange_now(now, updates, traffic, method):
+            old, words = (updates, traffic, method), jnp.uint32(0)
+            took_part: ArrayLike = False
+            failed: ArrayLike = False
+            for exchange in now:
+                whole, part = updates, exchange.part or (lambda tree: tree)
+                layout = layout_of(part(whole))
+                local, number = flatten(layout, part(whole)), state.step // local_steps
+                own = flatten(layout, part(params))
+                result = exchange.run(ExchangeInput(layout, own, local, number, axes, workers, rank), method)
+                total, method = unflatten(layout, jax.tree.map(jnp.add, local, result.changes)), result.method
+                updates = jax.tree.map(_unless_masked, total, whole, is_leaf=_is_masked)
+                words = words + jnp.asarray(result.words, jnp.uint32)
+                took_part, failed = took_part | result.took_part, failed | result.failed
+            return jax.tree.map(_typed_like, (updates, traffic.after(words, took_part, failed), method), old)
 
         # Typed as varying even where equal, because scan and cond need types to stay the same.
         over = axes if tracks_variation(axes) else ()
         local = (*vary((updates, traffic), over), state.method)
-        if local_steps == 1:
-            updates, traffic, method = exchange_now(*local)
+        runs = [functools.partial(exchange_now, now) for now in choices]
+        if len(runs) == 1:
+            updates, traffic, method = runs[0](*local)
         else:
             # All workers have the same step count, so either all of them exchange or none does.
-            updates, traffic, method = lax.cond((state.step + 1) % local_steps == 0, exchange_now, only_local, *local)
+            step = jnp.where(state.step < local_steps, state.step, local_steps + state.step % local_steps)
+            updates, traffic, method = lax.switch(jnp.asarray(choice_of)[step], runs, *local)
         return updates, GossipState(state.step + 1, PerWorker.pack(traffic, axes), method)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _unless_masked(new: Any, old: Any) -> Any:
+    return old if _is_masked(new) else new
 
 
 def _typed_like(new: Array, old: Array) -> Array:

@@ -21,14 +21,23 @@ from gcjax._core.per_worker import PerWorker
 from gcjax._types import AxisNames
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._matchings import rounds
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
+from gcjax.gossip._periodic import (
+    Exchange,
+    ExchangeInput,
+    ExchangeResult,
+    leaves_of,
+    no_exchange,
+    periodic_exchange,
+    vectors_of,
+)
 
 
 def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.GradientTransformationExtraArgs:
-    r"""Sends half of each worker's model in every update, to its neighbours in turn.
+    """Sends half of each worker's model in every update, to its neighbours in turn.
 
-    .. math::
-        x_i = w_i z_i + u_i, \qquad (x_i, w_i) \leftarrow \sum_j P_{ij} (x_j, w_j), \qquad z_i = x_i / w_i
+        x_i = w_i z_i + u_i
+        (x_i, w_i) <- sum_j P_ij (x_j, w_j)
+        z_i = x_i / w_i
 
     with the incoming updates u. P is column stochastic: a worker keeps half and sends half, or keeps everything if it
     has no neighbour in this round. **The parameters are z, the de-biased ones**: the gradient is taken at them, and
@@ -53,6 +62,12 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
 
     **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
     around the optimiser before this transform.
+
+    >>> import gcjax, jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.sgp())  # a single worker: nothing is sent
+    >>> params = jnp.ones(3)
+    >>> tx.update(params, tx.init(params), params)[0].tolist()
+    [-0.5, -0.5, -0.5]
     """
     check_graph(graph)
     axes = axis_tuple(axis_name)
@@ -79,4 +94,4 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         words = jnp.where(sends, inputs.layout.entries + 1, 0)
         return ExchangeResult(changes, PerWorker.pack(weight, axes), words, sends)
 
-    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), exchange, 1, axis_name)
+    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), [Exchange(exchange, 1)], 1, axis_name)

@@ -93,6 +93,12 @@ def info(opt_state: PyTree) -> GossipInfo:
 
     Raises:
       ValueError: the state does not hold exactly one gossip transform.
+
+    >>> import gcjax, jax, jax.numpy as jnp
+    >>> tx = gcjax.gossip.swarm_average(key=jax.random.key(0))
+    >>> params = jnp.ones(3)
+    >>> print(gcjax.gossip.info(tx.update(params, tx.init(params), params)[1]).step)
+    1
     """
     state = find_gossip_state(opt_state)
     traffic = jax.tree.map(_local_values, state.traffic.value)

@@ -43,6 +43,14 @@ def make_train_step(
       ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, or with one over other
         axes.
       TypeError, RuntimeError: as `gcjax.make_train_step`.
+
+    >>> import gcjax, jax, jax.numpy as jnp, optax
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.local_sgd(2, axis_name="data"))
+    >>> step = gcjax.gossip.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh)
+    >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
+    >>> print(gcjax.gossip.mean_params(state.params), metrics.loss)
+    3.0 [10.]
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     return GossipStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, None, accumulate, PartitionSpec())
@@ -81,6 +89,10 @@ def worker_params(params: PyTree, mesh: jax.sharding.Mesh, axis_name: AxisNames)
     """One copy of `params` for each worker: leaves (workers, *shape), sharded over the axes along the first dimension.
 
     For hand-written training loops: `in_specs=P(axis_name)`, and inside `jax.shard_map` every leaf is (1, *shape).
+
+    >>> import gcjax, jax, jax.numpy as jnp
+    >>> gcjax.gossip.worker_params(jnp.ones(3), jax.make_mesh((1,), ("data",)), "data").shape  # of one worker
+    (1, 3)
     """
     one_each = jax.tree.map(lambda x: jnp.asarray(x)[None], params)
     return distribute(PerWorker.pack(one_each, axis_tuple(axis_name)), mesh).value
@@ -95,6 +107,10 @@ def mean_params(params: PyTree, weights: ArrayLike | None = None) -> PyTree:
 
     Returns:
       Leaves (*shape) of the same dtypes.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> print(gcjax.gossip.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})["w"])  # of two workers
+    [2. 4.]
     """
     return _mean(_stacked(params), None if weights is None else jnp.asarray(weights, jnp.float32))
 
@@ -116,6 +132,10 @@ def consensus_distance(params: PyTree) -> ConsensusDistance:
 
     Args:
       params: `TrainState.params`, or leaves (workers, *shape).
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> print(gcjax.gossip.consensus_distance({"w": jnp.array([[1.0], [3.0]])}))
+    ConsensusDistance(distance=1.0, relative=0.5)
     """
     distance, norm = map(float, _distance_and_norm(_stacked(params)))
     return ConsensusDistance(distance, distance / norm if norm else float("inf") if distance else 0.0)

@@ -32,7 +32,15 @@ from gcjax._validation import check_integer, check_random_key
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._lattice import decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._matchings import matchings
-from gcjax.gossip._periodic import ExchangeInput, ExchangeResult, leaves_of, no_exchange, periodic_exchange, vectors_of
+from gcjax.gossip._periodic import (
+    Exchange,
+    ExchangeInput,
+    ExchangeResult,
+    leaves_of,
+    no_exchange,
+    periodic_exchange,
+    vectors_of,
+)
 
 _SLACK = 2.0  # margin over the largest distance seen, before the scale is rounded up to a power of two
 _DECAY = 0.8  # of the remembered margin, per exchange
@@ -47,10 +55,9 @@ def swarm_average(
     key: Array,
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages the models of random pairs of workers in every `local_steps`-th update.
+    """Averages the models of random pairs of workers in every `local_steps`-th update.
 
-    .. math::
-        x_i \leftarrow x_i + \tfrac12 (Q(x_j) - Q(x_i))
+        x_i <- x_i + (Q(x_j) - Q(x_i)) / 2
 
     for the pairs (i, j) of a matching, which a shared key draws from `matchings(graph, workers)`. Without `bits`, Q is
     the identity. With `bits` it is the modulo lattice of Davies et al., whose error depends on how far apart the models
@@ -120,7 +127,9 @@ def swarm_average(
             return ExchangeResult(changes, (), jnp.where(paired, inputs.layout.entries, 0), paired)
         return _on_lattice(inputs, models, paired, swap, margins, bits, key)
 
-    return periodic_exchange(in_32_bits(init_method), in_32_bits(exchange), local_steps, axis_name)
+    return periodic_exchange(
+        in_32_bits(init_method), [Exchange(in_32_bits(exchange), local_steps)], local_steps, axis_name
+    )
 
 
 def _send_all(partner: Sequence[int], axes: tuple[str, ...], payloads: list[Array]) -> list[Array]:

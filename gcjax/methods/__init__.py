@@ -1,6 +1,6 @@
 """The methods, one module each, and `METHODS`, the table of them.
 
-The table feeds the exports of `gcjax`, the planner, the benches, the laws and the table of methods in the README. A
+The table feeds the exports of `gcjax`, the planner, the benches, the laws and the table in docs/methods.md. A
 method that is not in it does not exist for them.
 """
 
@@ -29,6 +29,7 @@ from gcjax.methods.random_k import random_k_compress
 from gcjax.methods.sidco import sidco_compress
 from gcjax.methods.sign_vote import sign_vote_compress, signum_compress
 from gcjax.methods.sketch import sketch_compress
+from gcjax.methods.sparse_loco import sparse_loco_compress
 from gcjax.methods.strom import strom_compress
 from gcjax.methods.terngrad import terngrad_compress
 from gcjax.methods.top_k import top_k_compress
@@ -53,6 +54,7 @@ __all__ = [
     "sign_vote_compress",
     "signum_compress",
     "sketch_compress",
+    "sparse_loco_compress",
     "strom_compress",
     "terngrad_compress",
     "top_k_compress",
@@ -93,8 +95,8 @@ class MethodRow(NamedTuple):
     """A method's row of the table.
 
     Attributes:
-      readme: cells of the README's table, separated by " | ": call, bytes for N parameters, whether it keeps a
-        residual, source. What the method sends is the first line of its docstring.
+      readme: cells of the table in docs/methods.md, separated by " | ": call, bytes for N parameters, whether it keeps
+        a residual, source. What the method sends is the first line of its docstring.
       settings: label -> a function that makes the transform, without axis names, for a workload: what the planner and
         the benches measure. Payloads have just the slots that they need.
       sparse: sends a share of the entries that can be chosen.
@@ -183,6 +185,10 @@ METHODS: dict[str, MethodRow] = {
     "demo": MethodRow(
         "`demo_compress(top_k=32)` | 6 per coefficient, 3N/64 | yes, decaying | Peng et al. 2024",
         {"demo": lambda w: demo_compress()},
+    ),
+    "sparse_loco": MethodRow(
+        "`sparse_loco_compress(top_k=64)` | 1.75 per sent entry, 7N/256 | yes, decaying | Sarfi et al. 2025",
+        {"sparse_loco": lambda w: sparse_loco_compress()},
     ),
     "qsgd": MethodRow(
         "`qsgd_compress(bits=4, key=key)` | N/2 | no | Alistarh et al. 2017",

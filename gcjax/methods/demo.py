@@ -20,7 +20,6 @@ a matrix with its last axis as columns. The sum is kept as coefficients: the sam
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from jax import lax
 
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import packed_size
+from gcjax._kernels.chunks import Chunks, chunk_shapes, chunks_by_size, flat_positions, largest_of_rows
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
@@ -46,23 +46,6 @@ from gcjax.extend import (
 )
 
 INDEX_BITS = 16
-RUN = 16  # neighbours whose largest is found first; one search of the whole chunk takes three times as long
-
-
-class Chunks(NamedTuple):
-    """How a segment is divided into chunks.
-
-    Attributes:
-      segment: the segment.
-      shape: (rows, columns) of the matrix that it is divided as.
-      grid: number of chunks (down, across).
-      chunk: (rows, columns) of one chunk.
-    """
-
-    segment: Segment
-    shape: tuple[int, int]
-    grid: tuple[int, int]
-    chunk: tuple[int, int]
 
 
 @jax.tree_util.register_dataclass
@@ -99,16 +82,15 @@ def demo_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
+    """Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
 
-    .. math::
-        \Delta \leftarrow \beta \Delta + g, \qquad
-        q = \text{the } k \text{ largest coefficients of each chunk of } \mathrm{DCT}(\Delta), \qquad
-        \Delta \leftarrow \Delta - \mathrm{DCT}^{-1}(q)
+        D <- decay * D + g
+        q = the top_k largest coefficients of each chunk of DCT(D)
+        D <- D - inverse DCT(q)
 
-    and the update is :math:`\mathrm{DCT}^{-1}` of the mean of q over the workers. DCT is the orthonormal discrete
+    and the update is the inverse DCT of the mean of q over the workers. DCT is the orthonormal discrete
     cosine transform, type II. A matrix is divided into chunks of 64 x 64 and transformed along both axes, a vector into
-    chunks of 64. DeMo takes the sign of the update, and no momentum besides :math:`\Delta`. Weight decay and learning
+    chunks of 64. DeMo takes the sign of the update, and no momentum besides D. Weight decay and learning
     rate come after that: `optax.chain(gcjax.demo_compress(), optax.scale_by_sign(), optax.add_decayed_weights(0.1),
     optax.scale_by_learning_rate(1e-3))`. Clipping may come before it.
 
@@ -147,19 +129,19 @@ def demo_compress(
     check_number("decay", decay, 0.0, 1.0, low_included=True)
 
     def init(bucket: Bucket) -> DemoState:
-        return DemoState(tuple(jnp.zeros(shape).reshape(-1) for shape in _shapes(bucket, chunk)), chunk, bucket)
+        return DemoState(tuple(jnp.zeros(shape).reshape(-1) for shape in chunk_shapes(bucket, chunk)), chunk, bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        shapes = _shapes(bucket, chunk)
+        shapes = chunk_shapes(bucket, chunk)
         taken = _coefficients(gradient, bucket, chunk)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
         delta = [
             jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)
         ]
-        indices = [_largest(x.reshape(shape), top_k) for x, shape in zip(delta, shapes, strict=True)]
-        at = _positions(indices, shapes)
+        indices = [largest_of_rows(jnp.abs(x).reshape(shape), top_k) for x, shape in zip(delta, shapes, strict=True)]
+        at = flat_positions(indices, shapes)
         values = [x[positions] for x, positions in zip(delta, at, strict=True)]
         index = jnp.concatenate([jnp.ravel(found) for found in indices])
         payload = jnp.concatenate([pack_uint(index, INDEX_BITS), float_bits(jnp.concatenate(values))])
@@ -172,32 +154,6 @@ def demo_compress(
         return _leaves(mean, bucket, chunk), DemoState(kept, chunk, bucket), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
-
-
-def _largest(coefficients: Array, k: int) -> Array:
-    """Indices of the k largest magnitudes of each row, int32[rows, k]; all of a shorter row.
-
-    They are in the k runs of neighbours with the largest maxima.
-    """
-    rows, size = coefficients.shape
-    run = max(d for d in range(1, RUN + 1) if size % d == 0)
-    if size // run <= k:
-        return lax.top_k(jnp.abs(coefficients), min(k, size))[1]
-    split = coefficients.reshape(rows, -1, run)
-    # Not jnp.max: XLA's CPU backend passes it to a library and has to write its operand to memory first.
-    peaks = lax.reduce(jnp.abs(split), jnp.float32(0), lambda a, b: jnp.where(a > b, a, b), (2,))
-    runs = lax.top_k(peaks, k)[1]
-    inside = jnp.take_along_axis(split, runs[:, :, None], axis=1).reshape(rows, -1)
-    found = lax.top_k(jnp.abs(inside), k)[1]
-    return jnp.take_along_axis(runs, found // run, axis=1) * run + found % run
-
-
-def _positions(indices: list[Array], shapes: list[tuple[int, int]]) -> list[Array]:
-    """Indices within chunks -> positions in the flat coefficients."""
-    return [
-        jnp.ravel(index + jnp.arange(chunks, dtype=jnp.int32)[:, None] * size)
-        for index, (chunks, size) in zip(indices, shapes, strict=True)
-    ]
 
 
 def _mean(
@@ -215,33 +171,13 @@ def _mean(
         values = jnp.split(bits_float(payload[words:]) / len(payloads), bounds)
         return [
             x.at[positions].add(value, unique_indices=True)
-            for x, positions, value in zip(mean, _positions(indices, shapes), values, strict=True)
+            for x, positions, value in zip(mean, flat_positions(indices, shapes), values, strict=True)
         ]
 
     start = [
         zeros((math.prod(shape),), jnp.float32, payloads) + jnp.where(all_finite, 0.0, jnp.nan) for shape in shapes
     ]
     return lax.fori_loop(0, len(payloads), add, start)
-
-
-def _chunks_by_size(bucket: Bucket, chunk: int) -> dict[int, list[Chunks]]:
-    """Chunk size, smallest first -> the leaves that are divided into chunks of this size."""
-    by_size: dict[int, list[Chunks]] = {}
-    for s in bucket.segments:
-        if len(s.shape) > 1:
-            shape = math.prod(s.shape[:-1]), s.shape[-1]
-        else:
-            shape = (1, s.size) if s.size <= chunk**2 else (math.ceil(s.size / chunk), chunk)
-        grid = math.ceil(shape[0] / chunk), math.ceil(shape[1] / chunk)
-        each = math.ceil(shape[0] / grid[0]), math.ceil(shape[1] / grid[1])
-        by_size.setdefault(math.prod(each), []).append(Chunks(s, shape, grid, each))
-    return dict(sorted(by_size.items()))
-
-
-def _shapes(bucket: Bucket, chunk: int) -> list[tuple[int, int]]:
-    """(chunks, size) for each chunk size."""
-    by_size = _chunks_by_size(bucket, chunk)
-    return [(sum(math.prod(leaf.grid) for leaf in leaves), size) for size, leaves in by_size.items()]
 
 
 def _cosines(n: int) -> tuple[np.ndarray, float]:
@@ -258,35 +194,32 @@ def _cosines(n: int) -> tuple[np.ndarray, float]:
 def _coefficients(leaves: Sequence[Array], bucket: Bucket, chunk: int) -> list[Array]:
     """The bucket's leaves -> for each chunk size the coefficients, float32[chunks * size]."""
     of = dict(zip(bucket.segments, leaves, strict=True))
-    parts = [[_transform(of[c.segment], c) for c in chunks] for chunks in _chunks_by_size(bucket, chunk).values()]
+    parts = [[_transform(of[c.segment], c) for c in chunks] for chunks in chunks_by_size(bucket, chunk).values()]
     return [jnp.concatenate(part) for part in parts]
 
 
 def _leaves(coefficients: Sequence[Array], bucket: Bucket, chunk: int) -> tuple[Array, ...]:
     """The inverse of `_coefficients`."""
     of: dict[Segment, Array] = {}
-    for values, (size, leaves) in zip(coefficients, _chunks_by_size(bucket, chunk).items(), strict=True):
-        bounds = np.cumsum([math.prod(leaf.grid) * size for leaf in leaves])[:-1]
+    for values, (size, leaves) in zip(coefficients, chunks_by_size(bucket, chunk).items(), strict=True):
+        bounds = np.cumsum([leaf.number * size for leaf in leaves])[:-1]
         for leaf, part in zip(leaves, jnp.split(values, bounds), strict=True):
             of[leaf.segment] = _inverse(part, leaf)
     return tuple(of[s] for s in bucket.segments)
 
 
 def _transform(x: Array, leaf: Chunks) -> Array:
-    (rows, columns), (down, across), (height, width) = leaf.shape, leaf.grid, leaf.chunk
-    x = jnp.pad(x.reshape(-1), (0, rows * columns - x.size)).reshape(rows, columns)
-    x = jnp.pad(x, ((0, down * height - rows), (0, across * width - columns)))
+    height, width = leaf.chunk
     (first, unit), (second, other) = _cosines(width), _cosines(height)
-    x = _times(x.reshape(down, height, across, width), first.T / unit)
+    x = _times(leaf.divide(x), first.T / unit)
     return _times(x.transpose(0, 2, 3, 1), second.T / other).reshape(-1)
 
 
 def _inverse(coefficients: Array, leaf: Chunks) -> Array:
-    (rows, columns), (down, across), (height, width) = leaf.shape, leaf.grid, leaf.chunk
+    (down, across), (height, width) = leaf.grid, leaf.chunk
     (first, unit), (second, other) = _cosines(width), _cosines(height)
     x = _times(coefficients.reshape(down, across, width, height), second * other)
-    x = _times(x.transpose(0, 3, 1, 2), first * unit).reshape(down * height, across * width)
-    return x[:rows, :columns].reshape(-1)[: leaf.segment.size].reshape(leaf.segment.shape)
+    return leaf.unite(_times(x.transpose(0, 3, 1, 2), first * unit))
 
 
 def _times(x: Array, matrix: np.ndarray) -> Array:

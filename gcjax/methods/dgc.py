@@ -75,15 +75,15 @@ def dgc_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the k entries of largest accumulated velocity, k = max(1, floor(density * entries)).
+    """Sends the k entries of largest accumulated velocity, k = max(1, floor(density * entries)).
 
-    .. math::
-        u \leftarrow m u + g, \qquad v \leftarrow v + u, \qquad \text{send the } k \text{ entries with the largest }
-        |v|, \qquad u, v \leftarrow 0 \text{ there}
+        u <- m u + g
+        v <- v + u
+        send the k entries with the largest |v|; there u <- 0, v <- 0
 
-    and the update is the mean over workers of what they sent. With `nesterov`, :math:`u \leftarrow m (u + g)` and
-    :math:`v \leftarrow v + u + g`. Every worker applies momentum to its own gradient, so that an entry that has waited
-    arrives with all the velocity it would have had.
+    and the update is the mean over workers of what they sent. With `nesterov`, u <- m (u + g) and v <- v + u + g. Every
+    worker applies momentum to its own gradient, so that an entry that has waited arrives with all the velocity it would
+    have had.
 
     Resetting u where it was sent (momentum factor masking) stops stale momentum. It also shortens momentum, to none for
     an entry sent in every step. If the workers' gradients do not vanish at the optimum, workers that send an entry

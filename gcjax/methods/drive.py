@@ -64,21 +64,20 @@ def drive_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends every entry of the randomly rotated gradient as a sign or one of a few levels, and a scale per block.
+    """Sends every entry of the randomly rotated gradient as a sign or one of a few levels, and a scale per block.
 
-    .. math::
-        S = \frac{\|x\|_2^2}{\|Rx\|_1}, \qquad y = S\, R^{-1} \mathrm{sign}(Rx)
+        S = sum(x**2) / sum(|R x|)
+        y = S * inverse(R) sign(R x)
 
     with R the Hadamard transform after random changes of sign, drawn anew by every worker in every step. For any
     gradient the rotated entries of a block are nearly normal, so their signs carry most of it. The update is the mean
     over workers of y; the workers' errors are independent, so p workers have 1/p of the squared error of one. With more
-    bits, sign(Rx) becomes Q(Rx), the nearest of the 2**bits best levels for a normal number, and :math:`\|Rx\|_1`
-    becomes :math:`\langle Rx, Q(Rx) \rangle`. With `feedback`, x is the gradient plus a residual e, the scale has the
-    least squared error, :math:`S = \|Rx\|_1 / d` or :math:`\langle Rx, Q(Rx) \rangle / \|Q(Rx)\|_2^2`, and
-    :math:`e \leftarrow x - y`.
+    bits, sign(R x) becomes Q(R x), the nearest of the 2**bits best levels for a normal number, and sum(|R x|) becomes
+    sum(R x * Q(R x)). With `feedback`, x is the gradient plus a residual e, the scale has the least squared error,
+    S = sum(|R x|) / d or sum(R x * Q(R x)) / sum(Q(R x)**2), and e <- x - y.
 
-    The squared error is about 0.57, 0.13, 0.036, 0.0096 of the block's :math:`\|x\|_2^2` for 1 to 4 bits, or 0.36,
-    0.12, 0.035, 0.0095 with `feedback`. It is spread evenly over the block, including entries that were zero.
+    The squared error is about 0.57, 0.13, 0.036, 0.0096 of the block's sum(x**2) for 1 to 4 bits, or 0.36, 0.12, 0.035,
+    0.0095 with `feedback`. It is spread evenly over the block, including entries that were zero.
 
     In two phases each leaf is cut into a piece for each worker, its owner, and every piece is rotated in blocks of its
     own. The owner sends the mean in the same way, with the scale of least squared error, and adds what that leaves to

@@ -47,13 +47,13 @@ def drop_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
+    """Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
 
-    .. math::
-        a = g + e, \qquad |a| \ge \theta \;\Rightarrow\; \text{send } a,\; e \leftarrow 0; \qquad \text{otherwise }
-        e \leftarrow a
+        a = g + e
+        where |a| >= t:  send a, e <- 0
+        elsewhere:       e <- a
 
-    with :math:`\theta` the magnitude that a share `density` of the sample reaches; the update is the mean over workers
+    with t the magnitude that a share `density` of the sample reaches; the update is the mean over workers
     of what they sent. The paper's drop rate R is 1 - density. The sample has 65,536 entries (all of a smaller model).
     The number sent varies with it: by 4 % (one standard deviation) at density 0.01, by 12 % at 0.001.
     `gcjax.top_k_compress` sends exactly the wanted number.

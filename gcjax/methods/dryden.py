@@ -61,14 +61,15 @@ def dryden_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the largest entries of each sign of gradient plus residual as their class's mean.
+    """Sends the largest entries of each sign of gradient plus residual as their class's mean.
 
-    .. math::
-        a = g + e, \qquad \text{send } a \ge \tau^+ \text{ as } \mu^+ \text{ and } a \le -\tau^- \text{ as } \mu^-,
-        \qquad e \leftarrow a - \text{sent}
+        a = g + e
+        send  m+  where a >=  t+
+              m-  where a <= -t-
+        e <- a - sent
 
-    for each leaf, with :math:`\tau^+` the value that a share `density` of the leaf's positive entries reaches,
-    :math:`\tau^-` the same for the magnitudes of its negative ones, and :math:`\mu^\pm` the means of the selected ones.
+    for each leaf, with t+ the value that a share `density` of the leaf's positive entries reaches, t- the same for the
+    magnitudes of its negative ones, and m+ and m- the means of the selected ones.
     The update is the mean over workers of what they sent. Leaves of up to 4,096 entries have exact thresholds. The
     thresholds of larger leaves come from a sample (65,536 entries in all, but at least 4,096 per leaf), so the number
     sent varies: by 4 % (one standard deviation) in a single leaf at density 0.01. Each class sends at least one entry,
@@ -91,7 +92,7 @@ def dryden_compress(
       ValueError: for a density or capacity out of range.
 
     **Randomness**: none; the sampled positions follow from the step. **Bias**: biased, which the residual corrects;
-    nothing is lost, and :math:`\|e\|^2 = \|a\|^2 - \|\text{sent}\|^2` without overflow. **Non-finite input**: the
+    nothing is lost, and |e|^2 = |a|^2 - |sent|^2 without overflow. **Non-finite input**: the
     update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp

@@ -84,11 +84,11 @@ def ef21_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the k entries in which the gradient differs most from what the workers know of it; the update is dense.
+    """Sends the k entries in which the gradient differs most from what the workers know of it; the update is dense.
 
-    .. math::
-        c_i = \mathrm{top}_k(g_i - h_i), \qquad h_i \leftarrow h_i + c_i, \qquad
-        h \leftarrow h + \frac{1}{p} \sum_i c_i
+        c_i = the k largest entries of g_i - h_i     for worker i
+        h_i <- h_i + c_i
+        h <- h + (sum over the workers of c_i) / p
 
     with k = max(1, floor(density * parameters)); the update is h, the mean of the p workers' h_i. When gradients
     converge, the h_i converge to them and the error goes to zero: at a constant learning rate, gradient descent reaches
@@ -112,8 +112,8 @@ def ef21_compress(
     Raises:
       ValueError: for a density out of range.
 
-    **Randomness**: none. **Bias**: h lags behind the gradients; :math:`\|g_i - h_i\|^2` falls to :math:`1 - k/d` of
-    what it was or less in each step in which :math:`g_i` stays. **Non-finite input**: the update is NaN on all workers
+    **Randomness**: none. **Bias**: h lags behind the gradients; |g_i - h_i|^2 falls to 1 - k / d of
+    what it was or less in each step in which g_i stays. **Non-finite input**: the update is NaN on all workers
     and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp

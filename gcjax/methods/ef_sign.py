@@ -35,12 +35,13 @@ def ef_sign_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry of gradient plus residual, scaled by the leaf's mean magnitude.
+    """Sends the sign of every entry of gradient plus residual, scaled by the leaf's mean magnitude.
 
-    .. math::
-        a = g + e, \qquad y = \frac{\|a\|_1}{d}\, \mathrm{sign}(a), \qquad e \leftarrow a - y
+        a = g + e
+        y = mean(|a|) * sign(a)
+        e <- a - y
 
-    with d the number of entries of the leaf; the update is the mean over workers of y. A zero is sent as plus.
+    with the mean over the leaf; the update is the mean over workers of y. A zero is sent as plus.
 
     In two phases each leaf is cut into a piece for each worker, its owner, and every piece has a scale of its own. The
     owner adds what it still owes to the mean over workers of y, and sends the sum in the same way. What this leaves, it
@@ -62,9 +63,8 @@ def ef_sign_compress(
     Raises:
       ValueError: for an unknown transport.
 
-    **Randomness**: none. **Bias**: biased, which the residual corrects; :math:`\|e\|^2 \le (1 - \|a\|_1^2 / (d
-    \|a\|_2^2)) \|a\|^2`. **Non-finite input**: the update is NaN on all workers and every worker's state stays as it
-    was.
+    **Randomness**: none. **Bias**: biased, which the residual corrects: sum(e**2) <= sum(a**2) - sum(|a|)**2 / d.
+    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.ef_sign_compress()

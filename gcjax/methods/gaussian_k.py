@@ -44,16 +44,17 @@ def gaussian_k_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
+    """Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
 
-    .. math::
-        a = g + e, \qquad \theta = \mu - \Phi^{-1}(\tfrac{k}{2d})\, \sigma, \qquad |a| > \theta \;\Rightarrow\;
-        \text{send } a,\; e \leftarrow 0; \qquad \text{otherwise } e \leftarrow a
+        a = g + e
+        t = mean(a) - q * std(a)
+        where |a| > t:  send a, e <- 0
+        elsewhere:      e <- a
 
-    with k/d the density, :math:`\mu` and :math:`\sigma` the mean and standard deviation of a, and :math:`\Phi` the
-    normal distribution. If fewer than 2k/3 entries pass, :math:`\theta` is halved; if more than 4k/3 pass, it is
-    multiplied by 3/2. Then the entries are counted again, three times at most; the last threshold that was counted is
-    applied. The update is the mean over workers of what they sent.
+    with q the quantile of the normal distribution at half the density, k / (2 d), which is negative. If fewer than 2k/3
+    entries pass, t is halved; if more than 4k/3 pass, it is multiplied by 3/2. Then the entries are counted again,
+    three times at most; the last threshold that was counted is applied. The update is the mean over workers of what
+    they sent.
 
     It needs no sort and no sample, but the number sent follows the density only while the entries are near normal. In
     practice tails are heavier, especially with error feedback, and the three rounds are coarse: expect 0.3 to 3 times

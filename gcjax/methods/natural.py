@@ -32,16 +32,15 @@ def natural_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry and one of the two powers of two around it.
+    """Sends the sign of every entry and one of the two powers of two around it.
 
-    .. math::
-        C(t) = \mathrm{sign}(t) \cdot \begin{cases}
-        2^{a} & \text{with probability } 2 - |t| / 2^{a} \\ 2^{a+1} & \text{with probability } |t| / 2^{a} - 1
-        \end{cases} \qquad a = \lfloor \log_2 |t| \rfloor
+        p = the largest power of two up to |t|
+        C(t) = sign(t) * 2p  with probability |t| / p - 1
+               sign(t) * p   otherwise
 
-    and the update is the mean over workers of C(g). The probability of rounding up is the mantissa of t, so
-    :math:`E\,C(t) = t` and :math:`E (C(t) - t)^2 \le t^2 / 8`: powers of two are sent exactly, and the worst case is
-    4/3 of a power of two.
+    and the update is the mean over workers of C(g). The probability of rounding up is the mantissa of t, so the mean of
+    C(t) is t and its variance at most t^2 / 8: powers of two are sent exactly, and the worst case is 4/3 of a power of
+    two.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
     number of workers is known (`gcjax.distribute`). Wire: 9 bits per parameter, to every other worker ("all_gather")

@@ -62,16 +62,17 @@ class OneBitState:
 def onebit_compress(
     *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
+    """Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
 
-    .. math::
-        a = g + e, \qquad y_{ij} = \begin{cases} m^+_j & a_{ij} \ge 0 \\ m^-_j & a_{ij} < 0 \end{cases}, \qquad
-        e \leftarrow a - y
+        a = g + e
+        y = m+  where a >= 0
+            m-  where a < 0
+        e <- a - y
 
-    with :math:`m^+_j` the mean of the entries of column j that are at least 0, and :math:`m^-_j` the mean of the
-    negative ones. The owner of a column takes the mean of y over the workers, with its own a unquantised, and adds the
-    error of its last mean. It compresses the result in the same way and sends it to all; what they decode is the
-    update. The docstring of the module says what counts as a column.
+    with m+ the mean of those entries of a column that are at least 0, and m- the mean of the negative ones. The owner
+    of a column takes the mean of y over the workers, with its own a unquantised, and adds the error of its last mean.
+    It compresses the result in the same way and sends it to all; what they decode is the update. The docstring of the
+    module says what counts as a column.
 
     State: a float32 per parameter. Wire: 1 bit per parameter and 64 per column each way, for any number of workers;
     1 + 64 / r bits per entry for a layer of r inputs. With few rows that saves little, and the columns of a leaf are

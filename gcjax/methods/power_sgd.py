@@ -97,13 +97,14 @@ def power_sgd_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends two thin factors of every matrix, as all-reduces, whose cost does not grow with the number of workers.
+    """Sends two thin factors of every matrix, as all-reduces, whose cost does not grow with the number of workers.
 
-    .. math::
-        M = g + e, \qquad P = \mathrm{orth}(\mathrm{mean}(M Q)), \qquad Q \leftarrow \mathrm{mean}(M^\top P), \qquad
-        e \leftarrow M - P Q^\top
+        M = g + e
+        P = orthonormal basis of mean(M Q)
+        Q <- mean(M^T P)
+        e <- M - P Q^T
 
-    and the update is :math:`P Q^\top = P P^\top \mathrm{mean}(M)`: the mean over workers, projected on r directions.
+    and the update is P Q^T = P P^T mean(M): the mean over workers, projected on r directions.
     Every step starts from the last Q, so that the directions follow the largest singular vectors. A worker's e is its
     own M minus the common update; the mean of e over the workers is what has not been sent yet.
 

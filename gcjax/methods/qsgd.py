@@ -50,19 +50,18 @@ def qsgd_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
+    """Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
 
-    .. math::
-        Q_s(x_i) = \|x\| \, \mathrm{sign}(x_i) \, \xi_i, \qquad \ell = \lfloor s |x_i| / \|x\| \rfloor, \qquad
-        \xi_i = \begin{cases} (\ell + 1) / s & \text{with probability } s |x_i| / \|x\| - \ell \\
-        \ell / s & \text{otherwise} \end{cases}
+        l = floor(s |x_i| / norm)
+        Q(x_i) = norm * sign(x_i) * (l + 1) / s   with probability s |x_i| / norm - l
+                 norm * sign(x_i) * l / s         otherwise
 
-    with :math:`s = 2^{b - 1} - 1`, and the update is the mean over workers of Q(g). With b = 1 every entry is sent as
-    plus or minus the norm, plus with probability :math:`(1 + x_i / \|x\|) / 2`. For the 2-norm over d entries,
-    :math:`E \|Q_s(x) - x\|^2 \le \min(d / s^2, \sqrt d / s) \|x\|^2`, and few entries are not zero when s is below
-    :math:`\sqrt d`. The maximum norm, which the paper uses in its experiments and which is the default here, spends all
-    levels on the range that occurs: with 4 bits and blocks of 512 normally distributed entries the squared error is
-    0.036 of the squared gradient, and 1.6 with the 2-norm.
+    with s = 2**(bits - 1) - 1 and the norm of the entry's block; the update is the mean over workers of Q(g). With 1
+    bit every entry is sent as plus or minus the norm, plus with probability (1 + x_i / norm) / 2. For the 2-norm over d
+    entries, the squared error is at most min(d / s^2, sqrt(d) / s) of |x|^2 in expectation, and few entries are not
+    zero when s is below sqrt(d). The maximum norm, which the paper uses in its experiments and which is the default
+    here, spends all levels on the range that occurs: with 4 bits and blocks of 512 normally distributed entries the
+    squared error is 0.036 of the squared gradient, and 1.6 with the 2-norm.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
     number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter and 32 per block, to every other

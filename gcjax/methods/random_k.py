@@ -44,13 +44,14 @@ def random_k_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends k random entries of gradient plus residual, the same on all workers, as values without indices.
+    """Sends k random entries of gradient plus residual, the same on all workers, as values without indices.
 
-    .. math::
-        a = g + e, \qquad y_i = a_i \;\text{for } i \in S,\; 0 \text{ elsewhere}, \qquad e \leftarrow a - y
+        a = g + e
+        y = a  at the entries S, 0 elsewhere
+        e <- a - y
 
     with S the k entries drawn for this step, k = max(1, floor(density * d)); the update is the mean over workers of y.
-    Without `feedback` nothing is kept and :math:`y_i = (d / k)\, g_i`, which is unbiased.
+    Without `feedback` nothing is kept and y = (d / k) g at S, which is unbiased.
 
     The all-reduce does not grow with the number of workers, unlike the all-gather of methods in which each worker
     selects its own entries; those reach a better accuracy at equal k. With `feedback` an entry waits d/k steps on
@@ -75,8 +76,8 @@ def random_k_compress(
       TypeError: for a missing key, or an argument of another type.
 
     **Randomness**: from `key`, shared: all workers draw the same entries, and new ones in each step. **Bias**: with
-    `feedback` entries are delayed, nothing is lost, and :math:`E \|a - y\|^2 = (1 - k/d) \|a\|^2`. Without it the
-    update is unbiased, with :math:`E \|y - g\|^2 = (d/k - 1) \|g\|^2`. **Non-finite
+    `feedback` entries are delayed, nothing is lost, and the mean of |a - y|^2 is (1 - k / d) |a|^2. Without it the
+    update is unbiased, and the mean of |y - g|^2 is (d / k - 1) |g|^2. **Non-finite
     input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp

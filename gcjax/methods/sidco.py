@@ -46,17 +46,15 @@ def sidco_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the entries of gradient plus residual above the threshold of an exponential fit to their magnitudes.
+    """Sends the entries of gradient plus residual above the threshold of an exponential fit to their magnitudes.
 
-    .. math::
-        a = g + e, \qquad |a| \ge \theta_M \;\Rightarrow\; \text{send } a,\; e \leftarrow 0; \qquad \text{otherwise }
-        e \leftarrow a
+        a = g + e
+        t = 0
+        for each stage's share s:  t <- t - ln(s) * mean(|a| - t where |a| >= t)
+        where |a| >= t:  send a, e <- 0
+        elsewhere:       e <- a
 
-    .. math::
-        \theta_m = \theta_{m-1} - \ln(\delta_m)\, \mathrm{mean}\{|a| - \theta_{m-1} : |a| \ge \theta_{m-1}\}, \qquad
-        \theta_0 = 0
-
-    with the density :math:`\delta = \delta_1 \cdots \delta_M`, :math:`\delta_1 = 1/4` and the others equal. At a
+    with shares whose product is the density: 1/4 for the first stage, the others equal. At a
     density of 1/4 or more there is only one stage. The update is the mean over workers of what they sent.
 
     Every stage is one pass. At densities of 0.01 and 0.001, with entries that follow a normal distribution or Student's
@@ -68,7 +66,7 @@ def sidco_compress(
     learning rate come after it, clipping may come before it: `optax.chain(gcjax.sidco_compress(0.01), optax.sgd(0.1))`.
 
     Args:
-      density: :math:`\delta`, wanted share of the entries to send, in (0, 1].
+      density: wanted share of the entries to send, in (0, 1].
       stages: M, at least 1.
       capacity: as in `gcjax.variance_compress`; None for 3/4, 5/4 and 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.

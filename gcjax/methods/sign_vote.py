@@ -73,10 +73,9 @@ class SignumState:
 def sign_vote_compress(
     *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Every worker votes on the sign of each entry; the update is the sign with most votes.
+    """Every worker votes on the sign of each entry; the update is the sign with most votes.
 
-    .. math::
-        V = \sum_w \mathrm{sign}(g_w), \qquad \text{update} = \mathrm{sign}(V) \in \{-1, +1\}
+        update = sign(sum over workers of sign(g)), -1 or +1
 
     A zero votes plus, and a tie is plus. An entry whose gradient is always zero therefore moves by the learning rate in
     every step: exclude parameters that few batches use, such as rows of embeddings, with `optax.partition`.
@@ -121,10 +120,10 @@ def signum_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Every worker votes with the sign of its own momentum; the update is the sign with most votes.
+    """Every worker votes with the sign of its own momentum; the update is the sign with most votes.
 
-    .. math::
-        m_w \leftarrow \beta m_w + (1 - \beta) g_w, \qquad \text{update} = \mathrm{sign} \sum_w \mathrm{sign}(m_w)
+        m <- momentum * m + (1 - momentum) * g
+        update = sign(sum over workers of sign(m))
 
     State: a float32 per parameter. Wire: 1 bit per parameter each way, for any number of workers. Zeros, ties and the
     small learning rate are as in `gcjax.sign_vote_compress`, which is the same as a momentum of 0. The momentum comes

@@ -64,18 +64,18 @@ def sketch_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the k entries whose sum over the workers is largest, according to a count sketch.
+    """Sends the k entries whose sum over the workers is largest, according to a count sketch.
 
-    .. math::
-        u \leftarrow m u + g, \qquad v \leftarrow v + u, \qquad
-        S = \frac{1}{p} \sum_i \mathrm{sketch}(v_i), \qquad
-        C = \text{the largest } p_2 k \text{ of } |\mathrm{estimate}(S)|, \qquad w = \frac{1}{p} \sum_i v_i[C]
+        u <- momentum * u + g
+        v <- v + u
+        S = mean over workers of sketch(v)
+        C = the candidates * k largest of |estimate(S)|
+        w = mean over workers of v at C
 
     and the update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker
     sets its u and v to zero there. The estimate of an entry is the median over the rows of its cells with their signs
-    undone. A cell holds the entry plus noise of a variance below :math:`\|\bar v\|^2 / \text{columns}`, with
-    :math:`\bar v` the mean of the v. To find entries whose square is above :math:`\|\bar v\|^2 / k`, `columns` must be
-    several times k. Entries that are missed wait in v.
+    undone. A cell holds the entry plus noise of a variance below |m|^2 / columns, with m the mean of the v. To find
+    entries whose square is above |m|^2 / k, `columns` must be several times k. Entries that are missed wait in v.
 
     It finds entries that are large in the sum even if they are not large on any worker, and its cost does not grow with
     the number of workers. Wire: 32 (rows * columns + candidates * k) bits in two all-reduces; by default 54 words per

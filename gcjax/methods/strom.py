@@ -49,13 +49,12 @@ def strom_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the sign of every entry whose accumulated gradient exceeds a threshold.
+    """Sends the sign of every entry whose accumulated gradient exceeds a threshold.
 
-    .. math::
-        r \leftarrow r + g, \qquad |r| > \tau \;\Rightarrow\; \text{send } \mathrm{sign}(r),\;
-        r \leftarrow r - \tau\,\mathrm{sign}(r)
+        r <- r + g
+        where |r| > tau:  send sign(r), r <- r - tau * sign(r)
 
-    and the update is the mean over workers of :math:`\tau\,\mathrm{sign}(r)` where sent, zero elsewhere. An entry sends
+    and the update is the mean over workers of tau * sign(r) where sent, zero elsewhere. An entry sends
     at most one threshold per step: where gradients are much larger, the residual grows without bound. Choose tau by the
     magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
     comes after it: `optax.chain(gcjax.strom_compress(0.01), optax.sgd(0.1))`.

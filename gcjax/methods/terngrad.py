@@ -52,15 +52,15 @@ def terngrad_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends every entry as -1, 0 or +1, relative to the largest of its leaf after clipping.
+    """Sends every entry as -1, 0 or +1, relative to the largest of its leaf after clipping.
 
-    .. math::
-        g'_i = \mathrm{clip}(g_i, -c \sigma, c \sigma), \qquad s = \max_i |g'_i|, \qquad
-        t_i = \mathrm{sign}(g'_i) \, b_i, \qquad b_i \sim \mathrm{Bernoulli}(|g'_i| / s)
+        c = g clipped to +- clip * sqrt(mean(g**2))
+        s = max(|c|)
+        t = sign(c) with probability |c| / s, else 0
 
-    for each leaf, with :math:`\sigma^2` the mean of its squares, and the update is the mean over workers of s t. With
-    aggregate="sum", s is the largest of all workers (the paper's scaler sharing). The variance of an entry is
-    :math:`s |g'_i| - g'^2_i`. It grows with the largest entry, hence the clipping.
+    for each leaf, and the update is the mean over workers of s t. With aggregate="sum", s is the largest of all workers
+    (the paper's scaler sharing). The variance of an entry is s |c| - c**2. It grows with the largest entry, hence the
+    clipping.
 
     State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
     number of workers is known (`gcjax.distribute`). Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per

@@ -27,13 +27,14 @@ def top_k_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
+    """Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
 
-    .. math::
-        a = g + e, \qquad \text{send the } k \text{ entries with the largest } |a|, \qquad e \leftarrow a - \text{sent}
+        a = g + e
+        send the k entries with the largest |a|
+        e <- a - sent
 
     and the update is the mean over workers of what they sent. Without the residual e, top-k does not converge; with
-    it, :math:`\|e\|^2 \le (1 - k/d) \|a\|^2`.
+    it, |e|^2 <= (1 - k / d) |a|^2.
 
     State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
     learning rate come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. At low densities entries

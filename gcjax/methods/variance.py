@@ -105,23 +105,23 @@ def variance_compress(
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Sends an entry when its accumulated gradient stands out from its accumulated variance.
+    """Sends an entry when its accumulated gradient stands out from its accumulated variance.
 
-    For every entry, with :math:`g_z` its gradient for sample z of this worker's batch B,
+    For every entry, with g_z its gradient for sample z of this worker's batch B,
 
-    .. math::
-        r &\leftarrow r + \sum_z g_z / |B|, \qquad v \leftarrow v + \sum_z (g_z / |B|)^2 \\
-        r^2 &> \alpha v \;\Rightarrow\; \text{send } r,\; r \leftarrow 0,\; v \leftarrow 0;
-        \qquad \text{otherwise } v \leftarrow \zeta v
+        r <- r + sum_z g_z / |B|
+        v <- v + sum_z (g_z / |B|)^2
+        where r^2 > alpha v:  send r, r <- 0, v <- 0
+        elsewhere:            v <- decay * v
 
     and the update is the mean over workers of what they sent, zero elsewhere. A worker sends the power of two nearest
     to r, at most that of the leaf's largest and at least 2**-7 of it.
 
-    With `threshold` :math:`\tau` (the hybrid with Strom's method) an entry must also satisfy :math:`|r| > \tau`. Then
-    :math:`\tau\,\mathrm{sign}(r)` is sent, r keeps the rest, v falls by as much as r squared, and all v decay.
+    With a `threshold` tau (the hybrid with Strom's method) an entry must also satisfy |r| > tau. Then tau * sign(r) is
+    sent, r keeps the rest, v falls by as much as r squared, and all v decay.
 
     With `density` (not in the paper) the traffic is fixed: the k = max(1, floor(density * parameters)) entries with the
-    largest :math:`|r| \min(1, |r| / \sqrt{\alpha v})`, magnitude times certainty, are sent.
+    largest |r| min(1, |r| / sqrt(alpha v)), magnitude times certainty, are sent.
 
     With `budget` (not in the paper) alpha follows the traffic: every worker multiplies its own by exp(0.1 (n / k - 1))
     after each step, with n the entries that it sent, at most 4 k, and k those of the budget.

@@ -99,6 +99,7 @@ CASES = {
     "ef21": Case("ef21", _plain(gcjax.ef21_compress, 0.01)),
     "sketch": Case("sketch", _keyed(gcjax.sketch_compress, 0.001), ALL, 54 * (ENTRIES // 1000)),
     "demo": Case("demo", _plain(gcjax.demo_compress)),
+    "sparse_loco": Case("sparse_loco", _plain(gcjax.sparse_loco_compress)),
     "qsgd": Case("qsgd", _keyed(gcjax.qsgd_compress, 4), ALL),
     "terngrad": Case("terngrad", _keyed(gcjax.terngrad_compress), reduced=ENTRIES // 4),
     "natural": Case("natural", _keyed(gcjax.natural_compress)),
@@ -117,6 +118,7 @@ CASES = {
     "local_sgd, top_k": Case(
         "local_sgd", lambda **axes: gossip.local_sgd(2, compressor=gcjax.top_k_compress(0.01, **axes), **axes)
     ),
+    "local_sgd, fragments": Case("local_sgd", _plain(gossip.local_sgd, 4, fragments=2, delay=1), reduced=ENTRIES),
 }
 PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 

@@ -4,9 +4,13 @@ import json
 import sys
 
 import gossip as example
+import jax
 import numpy as np
+import optax
 import pytest
 from commands import run
+
+from gcjax import gossip
 
 
 def test_workers_draw_from_their_own_part_and_nothing_twice():
@@ -18,6 +22,16 @@ def test_workers_draw_from_their_own_part_and_nothing_twice():
         assert set(drawn) < set(part)
         assert len(set(drawn)) == 8
     assert not np.array_equal(chosen, example.batches(np.random.default_rng(2), parts, 4))
+
+
+@pytest.mark.parametrize("local_steps", ["1", "30"])
+def test_every_algorithm_makes_a_transform(local_steps):
+    params = {f"leaf {i}": np.zeros(i + 1, np.float32) for i in range(4)}
+    args = example.parse_options(["--local-steps", local_steps, "--optimiser", "adamw"])
+    for name, (_, make) in example.ALGORITHMS.items():
+        tx = optax.chain(example.OPTIMISERS[args.optimiser](0.1), make(args, jax.random.key(0)))
+        assert gossip.info(tx.init(params)).step == 0, name
+    assert len(example.COLOURS) >= len(example.ALGORITHMS)
 
 
 def test_it_writes_table_plot_and_curves(tmp_path):

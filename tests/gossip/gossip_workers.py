@@ -55,10 +55,14 @@ class Workers:
     def info(self):
         return gossip.info(self.state)
 
+    def text(self):
+        """The compiled program."""
+        return self._compiled.as_text()
+
     def collectives(self):
         """Collectives of the compiled program: kind, what (dtype, elements), and the computation they are in."""
         found, computation = [], ""
-        for line in self._compiled.as_text().splitlines():
+        for line in self.text().splitlines():
             if line.startswith(("%", "ENTRY")):
                 computation = line.split()[0]
             if match := re.search(r"= (.*) (all-\w+|reduce-scatter|collective-\w+)(-start)?\(", line):

@@ -8,11 +8,13 @@ import numpy as np
 import optax
 import pytest
 import scipy.fft
+from chunk_oracle import ChunkedLeaf
 from harness import Runner, messages
 from optimum import decaying, distance_after_training
 from rows import SHAPES, Row
 
 import gcjax
+from gcjax._kernels.chunks import chunks_by_size, largest_of_rows
 from gcjax._kernels.layout import layout_of
 from gcjax.methods import demo
 
@@ -23,46 +25,27 @@ def cosines(n):
     return matrix * np.array([[math.sqrt((1 if k == 0 else 2) / n)] for k in range(n)])
 
 
-def parts(length, chunk):
-    """(number, length) of the fewest equal parts of an axis, at most `chunk` long."""
-    number = math.ceil(length / chunk)
-    return number, math.ceil(length / number)
-
-
-class LeafOracle:
+class LeafOracle(ChunkedLeaf):
     """One leaf of one worker: delta as a matrix, padded to whole chunks."""
 
     def __init__(self, shape, top_k, chunk, decay):
-        size = math.prod(shape)
-        if len(shape) > 1:
-            self.rows, self.columns = size // shape[-1], shape[-1]
-        elif size <= chunk**2:
-            self.rows, self.columns = 1, size
-        else:
-            self.rows, self.columns = math.ceil(size / chunk), chunk
-        (down, self.height), (across, self.width) = parts(self.rows, chunk), parts(self.columns, chunk)
-        self.size, self.decay = size, decay
-        self.k = min(top_k, self.height * self.width)
-        self.corners = [(i * self.height, j * self.width) for i in range(down) for j in range(across)]
-        self.delta = np.zeros((down * self.height, across * self.width))
+        super().__init__(shape, chunk)
+        self.k, self.decay = min(top_k, self.height * self.width), decay
+        self.delta = self.matrix(0.0)
 
     def step(self, g):
         """What the receivers see of the gradient g."""
-        taken = np.zeros(self.rows * self.columns)
-        taken[: self.size] = g
-        self.delta *= self.decay
-        self.delta[: self.rows, : self.columns] += taken.reshape(self.rows, self.columns)
+        self.delta = self.decay * self.delta + self.matrix(g)
         sent = np.zeros_like(self.delta)
         down, across = cosines(self.height), cosines(self.width)
-        for i, j in self.corners:
-            part = slice(i, i + self.height), slice(j, j + self.width)
+        for part in self.chunks:
             coefficients = down @ self.delta[part] @ across.T
             kept = np.argsort(-np.abs(coefficients), axis=None, kind="stable")[: self.k]
             q = np.zeros(coefficients.size)
             q[kept] = coefficients.reshape(-1)[kept]
             sent[part] = down.T @ q.reshape(coefficients.shape) @ across
         self.delta -= sent
-        return sent[: self.rows, : self.columns].reshape(-1)[: self.size]
+        return self.flat(sent)
 
 
 class DemoOracle:
@@ -77,7 +60,7 @@ class DemoOracle:
             for leaves, own in zip(self.workers, gradients, strict=True)
         ]
         mean = [np.mean(leaf, axis=0).astype(np.float32) for leaf in zip(*seen, strict=True)]
-        count = sum(leaf.k * len(leaf.corners) for leaf in self.workers[0])
+        count = sum(leaf.k * len(leaf.chunks) for leaf in self.workers[0])
         return mean, [(count, count, 0, 0)] * len(gradients)
 
 
@@ -120,7 +103,7 @@ def bucket_of(*shapes):
 
 def divided(shape, chunk=64):
     """(grid, chunk) of a leaf."""
-    ((leaf,),) = demo._chunks_by_size(bucket_of(shape), chunk).values()
+    ((leaf,),) = chunks_by_size(bucket_of(shape), chunk).values()
     return leaf.grid, leaf.chunk
 
 
@@ -159,7 +142,7 @@ def test_axes_are_divided_into_the_fewest_equal_chunks():
 def test_the_largest_of_each_row_are_found_exactly(size, k):
     x = RNG.integers(-40, 41, (9, size)).astype(np.float32)  # with many ties
     x[0], x[1] = 0, 7
-    indices = np.asarray(demo._largest(jnp.asarray(x), k))
+    indices = np.asarray(largest_of_rows(jnp.abs(x), k))
     assert indices.shape == (9, min(k, size))
     for entries, found in zip(x, indices, strict=True):
         assert len(set(found.tolist())) == len(found)

@@ -1,4 +1,4 @@
-"""The table of methods in the README. Run as a script, it writes the table into README.md."""
+"""The table of methods in the documentation. Run as a script, it writes the table into docs/methods.md."""
 
 import inspect
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import gcjax
 from gcjax.methods import METHODS
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/methods.md"
 BEGIN = "<!-- methods: made by python tests/support/readme_table.py -->\n"
 END = "<!-- end of methods -->\n"
 HEADER = ("transform", "sends", "bytes for N parameters", "keeps a residual", "source")
@@ -25,11 +25,11 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The README's text with the present table between the two marks."""
+    """The page's text with the present table between the two marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -184,6 +184,16 @@ def test_a_checkpoint_of_another_number_of_workers_is_restored_in_one_call(tmp_p
     make_step(6)(gcjax.resize(restored, mesh_of(6)), (X, Y))
 
 
+@pytest.mark.parametrize("method", [gcjax.top_k_compress, gcjax.qsgd_compress])
+def test_a_mesh_with_explicit_axes_gives_the_same_target(method):
+    options = {"bits": 4, "key": jax.random.key(0)} if method is gcjax.qsgd_compress else {"density": 0.1}
+    state = method(transport="two_phase", axis_name="data", **options).init(PARAMS)
+    explicit = jax.make_mesh((6,), ("data",), devices=jax.devices()[:6])
+    targets = [gcjax.restore_target(gcjax.distribute(state, mesh), workers=8) for mesh in (explicit, mesh_of(6))]
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), target) for target in targets]
+    assert shapes[0] == shapes[1]
+
+
 def test_state_of_shards_and_gossip_is_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     params = {"w": np.ones((4, 8), np.float32)}

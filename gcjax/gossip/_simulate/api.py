@@ -80,14 +80,15 @@ def simulate(
     moments: int = 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> Curves:
-    r"""Trains `nodes` models, one per node, and records accuracy, traffic and simulated time.
+    """Trains `nodes` models, one per node, and records accuracy, traffic and simulated time.
 
     `algorithm` is one of:
 
     - "swarm", SwarmSGD. When node i has finished its local steps (a Poisson clock), it meets a random neighbour j.
       Non-blocking, with live models X, communication copies Y and G_i the local updates of i since its last meeting,
-      :math:`Y_i, X_i = (Y_i + Y_j) / 2 + G_i,\ Y_j = (Y_i + Y_j) / 2`: nobody waits, and j meets the average when its
-      own clock rings. Blocking, i waits for j to finish its local steps, and both go on from the mean of the two.
+      Y_i and X_i become (Y_i + Y_j) / 2 + G_i, and Y_j becomes (Y_i + Y_j) / 2: nobody waits, and j meets the average
+      when its own clock rings. Blocking, i waits for j to finish its local steps, and both go on from the mean of the
+      two.
     - "ad_psgd", AD-PSGD: non-blocking too, with an exchange after every step and in full precision.
     - "d_psgd": in every round each node averages with all its neighbours, by Metropolis weights.
     - "sgp": in every round each node pushes half of its model and weight to its neighbours in turn.

@@ -1,4 +1,4 @@
-"""The method in CONTRIBUTING.md works, imports only public names, and keeps the laws."""
+"""The method in docs/extend.md works, imports only public names, and keeps the laws."""
 
 import ast
 import pathlib
@@ -8,10 +8,10 @@ import pytest
 import test_laws
 from rows import Row
 
-TEXT = (pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-(BLOCK,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TEXT = (pathlib.Path(__file__).parents[2] / "docs/extend.md").read_text()
+BLOCK = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
 NAMES: dict = {}
-exec(compile(BLOCK, "CONTRIBUTING.md", "exec"), NAMES)
+exec(compile(BLOCK, "extend.md", "exec"), NAMES)
 
 
 def make(axis_name=None, **more):
