@@ -36,6 +36,7 @@ from gcjax._validation import check_choice, check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
+    Mixing,
     Segment,
     bits_float,
     compress,
@@ -67,6 +68,9 @@ class SparseLocoState:
     def residual(self) -> Array:
         """float32 of the bucket's shape."""
         return self.bucket.join(self.left)
+
+    def mixed(self, mixing: Mixing) -> "SparseLocoState":
+        return dataclasses.replace(self, left=mixing.means(self.left))
 
 
 def sparse_loco_compress(
