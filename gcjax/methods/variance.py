@@ -213,11 +213,12 @@ def variance_compress(
         exchanged = exchange(message, state.transport, comm, all_finite)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
-        selected, report = jnp.sum(count_bits(passed)), exchanged.report
         sent_with: tuple[Array, ...] = (jnp.float32(tau), scales)
         if budget is not None:
-            sent_with += (_followed(own_alpha, report.sent, budget * bucket.entries),)
+            sent_with += (_followed(own_alpha, exchanged.report.sent, budget * bucket.entries),)
         new = state.after(exchanged, (r, v), all_finite, sent_with=sent_with)
+
+        selected, report = jnp.sum(count_bits(passed)), exchanged.report
         return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
 
     def accumulate(values, inputs, was_sent):
