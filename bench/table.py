@@ -15,7 +15,6 @@ import collections
 import concurrent.futures
 import functools
 import json
-import math
 import os
 import queue
 import shlex
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.transforms import Bbox
 from tqdm import tqdm
 
 from bench import machine, programs, provenance
@@ -49,6 +49,15 @@ SIZES = {
     },
 }
 RANGE = 30  # points below the best that the plot shows
+# Of a name beside its point: offset in points, horizontal and vertical alignment.
+PLACES = (
+    (5, 3, "left", "bottom"),
+    (-5, 3, "right", "bottom"),
+    (5, -3, "left", "top"),
+    (-5, -3, "right", "top"),
+    (0, 6, "center", "bottom"),
+    (0, -6, "center", "top"),
+)
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 # Of a run's result.json.
 KEPT = ("parameters", "steps", "epochs", "compression_ratio", "wire_ratio", "ms_per_step", "cpu_seconds", "versions")
@@ -235,34 +244,71 @@ def median(records: list[dict], of: Callable[[dict], float]) -> float | None:
 
 
 def plot(store: dict, path: Path) -> None:
-    """Accuracy after each epoch against the bytes that a worker has sent by then, a panel for each optimiser."""
+    """Accuracy at the end against the bytes that a worker has sent, and the Pareto front; a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
-    families = list(dict.fromkeys(name.split()[0] for name in rows()))
+    families = list(dict.fromkeys(family(name) for name in rows()))
     best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
+    worst = min(accuracy(record) for record in store["runs"] if "epochs" in record)
+    bottom = max(worst, best - RANGE) - 1
     for panel, optimiser in zip(panels, BOTH, strict=True):
-        named: list[tuple[float, float]] = []
-        for name, records in grouped(store["runs"], optimiser).items():
-            curves = [record["epochs"] for record in records if "epochs" in record]
-            if not curves:
-                continue
-            x = [statistics.median(row["wire_bytes"] / 1e6 for row in epoch) for epoch in zip(*curves, strict=True)]
-            y = [statistics.median(100 * row["accuracy"] for row in epoch) for epoch in zip(*curves, strict=True)]
-            number = families.index(name.split()[0])
-            colour, marker = COLOURS[number % len(COLOURS)], "osD"[number // len(COLOURS) % 3]
-            panel.plot(x, y, lw=0.8, alpha=0.6, color=colour)
-            panel.plot(x[-1], y[-1], marker, color=colour)
-            near = any(abs(math.log(x[-1] / other)) < 0.25 and abs(y[-1] - at) < 0.8 for other, at in named)
-            if y[-1] > best - RANGE and not near:  # of several at one place only the first is named
-                named.append((x[-1], y[-1]))
-                panel.annotate(name, (x[-1], y[-1]), (4, 4), textcoords="offset points", fontsize=8, color=colour)
-        panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(best - RANGE, best + 2))
+        panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(bottom, best + 2))
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("test accuracy (%), after each epoch")
+        points = {}
+        for name, records in grouped(store["runs"], optimiser).items():
+            ended = [record for record in records if "epochs" in record]
+            if ended:
+                points[name] = (median(ended, megabytes), median(ended, accuracy))
+        front = pareto(list(points.values()))
+        if front:
+            panel.step(*zip(*front, strict=True), where="post", color="0.6", lw=1, ls="--", zorder=1)
+        for name, (x, y) in points.items():
+            number = families.index(family(name))
+            panel.plot(x, y, "osD^v"[number // len(COLOURS) % 5], color=COLOURS[number % len(COLOURS)], zorder=2)
+    panels[0].set_ylabel("test accuracy (%)")
+    figure.draw_without_rendering()
+    for panel, optimiser in zip(panels, BOTH, strict=True):
+        label(panel, grouped(store["runs"], optimiser), families)
     figure.savefig(path, dpi=120)
+
+
+def family(name: str) -> str:
+    return name.split()[0].rstrip(",")
+
+
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of (bytes, accuracy) that no other one beats in both, by bytes."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or y > front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def label(panel: plt.Axes, found: dict[str, list[dict]], families: list[str]) -> None:
+    """Name the points, each beside its own where no other name or point is; without a place, no name."""
+    renderer = panel.figure.canvas.get_renderer()
+    ended = {name: [r for r in records if "epochs" in r] for name, records in found.items()}
+    at = {name: (median(rs, megabytes), median(rs, accuracy)) for name, rs in ended.items() if rs}
+    taken = [panel.transData.transform(point) for point in at.values()]
+    boxes = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in taken]
+    for name, point in sorted(at.items(), key=lambda item: -item[1][1]):
+        if not panel.get_ylim()[0] < point[1]:
+            continue
+        colour = COLOURS[families.index(family(name)) % len(COLOURS)]
+        for dx, dy, ha, va in PLACES:
+            text = panel.annotate(
+                name, point, (dx, dy), textcoords="offset points", fontsize=8, color=colour, ha=ha, va=va
+            )
+            box = text.get_window_extent(renderer)
+            if panel.bbox.x0 <= box.x0 and box.x1 <= panel.bbox.x1 + 40 and not any(box.overlaps(b) for b in boxes):
+                boxes.append(box)
+                break
+            text.remove()
 
 
 def parse_options() -> argparse.Namespace:

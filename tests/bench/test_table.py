@@ -69,3 +69,14 @@ def test_table_has_medians_ranges_and_diverged_runs():
     assert "| dense | `dense` | 61.0 (60.0 to 64.0) | +0.0 | 20.0 | 2.5 | 32.0 | 2.0 | 60 | 3 |" in lines
     assert "| variance 1 | `variance(alpha=1)` | 50.0 | -11.0 | 10.0 | 2.5 | 32.0 | 2.0 | 60 | 1, 1 diverged |" in lines
     assert any(line.startswith("| strom 0.1 | `strom(threshold=0.1)` | diverged |") for line in lines)
+
+
+def test_front_has_what_no_other_beats_in_both():
+    points = [(3.0, 60.0), (1.0, 50.0), (2.0, 61.0), (2.0, 55.0), (9.0, 61.0), (10.0, 63.0)]
+    assert table.pareto(points) == [(1.0, 50.0), (2.0, 61.0), (10.0, 63.0)]
+    assert table.pareto([]) == []
+
+
+def test_plot_is_drawn_where_one_optimiser_has_no_runs(tmp_path):
+    table.plot({"runs": [record("dense", 0, 0.6), record("qsgd 3 bits, two phases", 0, 0.5)]}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
