@@ -244,7 +244,7 @@ def median(records: list[dict], of: Callable[[dict], float]) -> float | None:
 
 
 def plot(store: dict, path: Path) -> None:
-    """Accuracy at the end against the bytes that a worker has sent, and the Pareto front; a panel for each optimiser."""
+    """Accuracy at the end against bytes sent per worker, with the Pareto front; a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
     families = list(dict.fromkeys(family(name) for name in rows()))
