@@ -130,7 +130,7 @@ def add_training(
     text = (
         "how gradients are exchanged, with options: 'variance(alpha=2)', 'qsgd(bits=2)', 'power_sgd(rank=4)', 'dense'"
     )
-    parser.add_argument("--method", type=parse_method, default="variance(alpha=1.5)", help=text)
+    parser.add_argument("--method", type=parse_method, default="variance(alpha=0.5)", help=text)
     text = "of variance: squares of samples, of 4 parts of the batch, or of the whole batch's gradient"
     parser.add_argument("--squares", choices=("samples", "microbatches", "batch"), default="samples", help=text)
     parser.add_argument("--workers", type=count, default=workers, help="data-parallel workers, one a device")

@@ -123,7 +123,7 @@ METHODS: dict[str, MethodRow] = {
         {"dense float32": lambda w: dense_compress(), "dense float16": lambda w: dense_compress("float16")},
     ),
     "variance": MethodRow(
-        "`variance_compress(alpha=1.5)` | 1.6 per sent entry at 1/100 | yes (`feedback=True`: rounding too) | "
+        "`variance_compress(alpha=0.5)` | 1.6 per sent entry at 1/100 | yes (`feedback=True`: rounding too) | "
         "Tsuzuku et al. 2018",
         {"variance": _variance("all_gather"), "variance (two_phase)": _variance("two_phase")},
         sparse=True,
