@@ -208,7 +208,7 @@ def test_placing_an_nnx_optimizer_as_a_pytree_raises():
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.chain(variance(), optax.adam(1e-2)), wrt=nnx.Param)
     for state in (optimizer, optimizer.opt_state):
-        with pytest.raises(TypeError, match=r"use gcjax\.flax\.place\(optimizer, mesh\)"):
+        with pytest.raises(TypeError, match=r"use gcjax\.flax\.distribute\(optimizer, mesh\)"):
             gcjax.distribute(state, mesh_of(WORKERS))
     step = gcjax.make_train_step(lambda params, batch: 0.0, optax.chain(variance(), optax.adam(1e-2)), mesh_of(WORKERS))
     step.init(nnx.state(model, nnx.Param))  # parameters of NNX are fine

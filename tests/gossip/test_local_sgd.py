@@ -21,10 +21,10 @@ from gossip_workers import (
     totals,
 )
 from harness import mesh_of, residuals
-from wire import collectives
 
 import gcjax
 from gcjax import gossip
+from gcjax._selfcheck import collectives
 
 
 def test_all_models_are_averaged_in_every_third_update():
