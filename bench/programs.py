@@ -6,6 +6,7 @@ same batches in the same order. How it reads and evaluates images is not looked 
 """
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ def digests(commands: Sequence[str]) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@functools.cache
 def without_docstrings(source: str) -> str:
     """Python code as far as it runs: without comments, docstrings and layout."""
     tree = ast.parse(source)
