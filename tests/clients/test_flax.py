@@ -125,6 +125,7 @@ def nnx_step(model, optimizer, batch):
 
 
 @pytest.mark.parametrize("transport", [pytest.param("all_gather", marks=pytest.mark.full), "two_phase"])
+@pytest.mark.sample(1)
 def test_nnx_shard_map_trains_module_and_optimizer(transport):
     mesh = mesh_of(WORKERS)
     model, optimizer = sharded_optimizer(mesh, transport)

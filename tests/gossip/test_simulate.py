@@ -26,7 +26,7 @@ from gcjax.gossip._simulate.nodes import make_trainer
         full("allreduce", {}),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_nodes_agree_on_the_solution_of_all_data(algorithm, options):
     nodes = 9
     a, b = least_squares(nodes)

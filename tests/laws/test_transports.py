@@ -39,6 +39,7 @@ def run(workers, transport):
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.full), 8])
+@pytest.mark.full
 def test_transports_agree_when_all_sums_fit(workers):
     by_gather = run(workers, "all_gather")
     assert by_gather[0].any()

@@ -128,6 +128,7 @@ def test_bytes_through_owners_hardly_grow_with_workers():
     assert ratio[1] < 1.2
 
 
+@pytest.mark.full
 def test_65536_workers_take_no_memory():
     found = plan(workers=65_536, methods=[*MAIN, "sign_vote"])
     assert row_of(found, "variance 1/100").arriving_bytes > 20e9

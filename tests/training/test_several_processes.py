@@ -84,6 +84,7 @@ def test_every_process_names_the_one_that_differs(case, group):
     assert NAMED[case] in message
 
 
+@pytest.mark.full
 def test_every_process_finds_the_same_fault_in_a_loss(group):
     assert len({found["sum"] for found in group}) == 1
     assert "loss_fn sums over its samples" in group[0]["sum"]
