@@ -111,7 +111,7 @@ def train(name: str, step: Any, seed: int, data: ImageData, args: argparse.Names
         "seconds": [],
     }
     run["test_accuracy"] = []
-    with tqdm(total=args.epochs * steps, desc=f"{name}, seed {seed}", unit="step", leave=False) as bar:
+    with tqdm(total=args.epochs * steps, desc=f"{name}, seed {seed}", unit="step", leave=False, disable=None) as bar:
         for _ in range(args.epochs):
             for chosen in rng.permutation(len(train_images))[: steps * batch].reshape(steps, batch):
                 begin = time.perf_counter()

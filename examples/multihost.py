@@ -27,11 +27,10 @@ import numpy as np
 import optax
 from common import launch
 from common.checkpoints import Checkpoints, make_record, settings_of
-from common.cli import Parser, Problem, Stopped, above_zero
+from common.cli import Parser, Problem, Stopped, above_zero, progress_bar
 from common.images import load_digits
 from common.mlp import Params, init_params, logits, loss_fn
 from jax.experimental import multihost_utils
-from tqdm import tqdm
 
 import gcjax
 
@@ -106,9 +105,7 @@ def train(args: argparse.Namespace) -> None:
             state, record = checkpoints.start(state, args)
             if record:
                 done, sent = record["done"], record["sent"]
-        bar = stack.enter_context(
-            tqdm(initial=done, total=args.steps, file=sys.stdout, unit="step", disable=not is_first)
-        )
+        bar = stack.enter_context(progress_bar(initial=done, total=args.steps, unit="step", disable=not is_first))
         for batch in itertools.islice(batches(shards, own, args.batch, args.seed), done, args.steps):
             begin = time.perf_counter()
             placed = [jax.make_array_from_process_local_data(over_workers, part) for part in batch]

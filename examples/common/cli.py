@@ -3,8 +3,11 @@
 import argparse
 import math
 import signal
+import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from tqdm import tqdm
 
 Number = TypeVar("Number", int, float)
 
@@ -57,3 +60,9 @@ def from_zero(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number, 0 or above, got {text!r}")
     return value
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on stdout; a line every 30 seconds where that is no terminal, for logs."""
+    seconds = 0.1 if sys.stdout.isatty() else 30.0
+    return tqdm(file=sys.stdout, mininterval=seconds, maxinterval=max(seconds, 10.0), **options)

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import gcjax
 from common import launch
 from common.checkpoints import settings_of
-from common.cli import Problem
+from common.cli import Problem, progress_bar
 from common.log import Log
 from common.options import learning_rate, make_compressor, make_optimiser
 
@@ -128,7 +126,7 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     with Log(args, task.steps) as log:
         first_epoch, done, state = log.start(state)
         initial = first_epoch * task.steps + done
-        with tqdm(total=total, initial=initial, unit="step", file=sys.stdout, disable=not is_first) as bar:
+        with progress_bar(total=total, initial=initial, unit="step", disable=not is_first) as bar:
             for epoch in range(first_epoch, args.epochs):
                 batches = exactly(task.steps - done, task.batches(epoch, done))
                 for batch in place_batches(batches, mesh):

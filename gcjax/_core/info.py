@@ -21,7 +21,7 @@ SCALED = 0.05  # a ratio of the gradient to its squares that noise and small gra
 
 
 class Info(NamedTuple):
-    """What the last update sent. Arrays have one entry per worker whose state was given.
+    """What the last update sent. Arrays have one entry per worker whose state was given. Printed, it is a summary.
 
     Attributes:
       selected: int64[workers], entries that passed the method's test: sent + underflow + overflow.
@@ -70,6 +70,20 @@ class Info(NamedTuple):
     squares_ratio: float
     saturated: int
 
+    def __str__(self) -> str:
+        sent = float(np.mean(self.sent))
+        bits = f", {np.mean(self.payload_bits) / sent:.1f} bits per entry" if sent else ""
+        ratio = "" if np.isnan(self.wire_ratio) else f", 1/{self.wire_ratio:,.1f} of a float32 all-reduce"
+        held_back = f"{np.mean(self.underflow):,.0f} too small for the code, {np.mean(self.overflow):,.0f} beyond"
+        lines = [
+            f"sent     {sent:,.0f} entries per worker, {1 / self.compression_ratio:.2%} of the parameters{bits}",
+            f"selected {np.mean(self.selected):,.0f}: {held_back} the capacity of {self.capacity:,}",
+            f"moved    {self.wire_bytes:,.0f} bytes per worker{ratio}",
+            f"waiting  residual norm {np.min(self.residual_norm):.3g} to {np.max(self.residual_norm):.3g}",
+            f"skipped  {self.skipped} updates so far, {self.saturated} entries saturated in the last one",
+        ]
+        return "\n".join(lines)
+
 
 def info(opt_state: PyTree) -> Info:
     """Read from an optimiser's state what its compressing transform sent in the last update.
@@ -94,6 +108,12 @@ def info(opt_state: PyTree) -> Info:
     >>> sent = gcjax.info(tx.update(g, tx.init(g))[1])
     >>> print(sent.sent, sent.compression_ratio, sent.residual_norm.round(2))
     [2] 2.0 [1.12]
+    >>> print(sent)
+    sent     2 entries per worker, 50.00% of the parameters, 54.0 bits per entry
+    selected 2: 0 too small for the code, 0 beyond the capacity of 32
+    moved    0 bytes per worker
+    waiting  residual norm 1.12 to 1.12
+    skipped  0 updates so far, 0 entries saturated in the last one
     """
     states = _readable_states(opt_state)
     reports = [_report(s) for s in states]

@@ -99,8 +99,8 @@ def compress(
         check_inputs(layout, state, params, sum_grad_squared)
         if not compressor.uses_squares:  # so that XLA computes none
             sum_grad_squared = None
-        if not layout.buckets:
-            return updates, state
+        if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
+            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
         if not worker_axes and not inner_axes:
             reject_several_devices(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes

@@ -194,3 +194,11 @@ def test_a_state_serves_both_wires():
     first, state = words.update(g, words.init(g), sum_grad_squared=squares)
     second, _ = compact.update(g, state, sum_grad_squared=squares)
     np.testing.assert_array_equal(first["w"], second["w"])
+
+
+def test_a_model_without_entries_trains():
+    tx = optax.chain(gcjax.variance_compress(axis_name="data"), optax.sgd(0.1))
+    step = gcjax.make_train_step(lambda params, x: jnp.mean(x) + jnp.sum(params["w"]), tx, mesh_of(2))
+    state, _ = step(step.init({"w": np.zeros((0, 3), np.float32)}), np.ones((4, 3), np.float32))
+    assert state.params["w"].shape == (0, 3)
+    assert gcjax.info(state.opt_state).sent.tolist() == [0, 0]
