@@ -63,5 +63,6 @@ def check_workers(tree: PyTree, workers: int) -> None:
             raise ValueError(
                 f"the state was initialised for {node.workers} worker(s), but {workers} run: with two phases each of "
                 "them keeps state for the entries that it owns. Initialise it with gcjax.make_train_step, with "
-                "gcjax.distribute(tx.init(params), mesh), or inside jax.shard_map or jax.pmap over the axis"
+                "gcjax.distribute(tx.init(params), mesh), or inside jax.shard_map or jax.pmap over the axis. A state "
+                "that has taken steps with another number of workers goes on with gcjax.resize(state, mesh)"
             )

@@ -49,7 +49,8 @@ def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
             if node.workers != workers:
                 raise ValueError(
                     f"the state holds {node.workers} workers, but the mesh has {workers} along {node.axes}. Make it "
-                    "with step.init(params), which places it on the mesh once; do not call gcjax.distribute on it again"
+                    "with step.init(params), which places it on the mesh once; do not call gcjax.distribute on it "
+                    "again. To go on with a state of another number of workers, use gcjax.resize(state, mesh)"
                 )
 
 

@@ -186,5 +186,5 @@ def test_state_for_another_number_of_workers_raises():
     g = np.zeros((2, 64), np.float32)
     tx = gcjax.ef_sign_compress(transport="two_phase", axis_name="data")
     state = jax.tree.map(lambda x: np.stack([x] * 2), tx.init(g[0]))
-    with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax.distribute"):
+    with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax\.distribute.*gcjax\.resize"):
         jax.pmap(lambda g, state: tx.update(g, state), axis_name="data", devices=jax.devices()[:2])(g, state)

@@ -194,7 +194,7 @@ def test_a_state_for_another_number_of_workers_is_refused():
         return tx.update({"a": g[0]}, state)[0]["a"]
 
     run = jax.shard_map(step, mesh=mesh_of(2), in_specs=P("data"), out_specs=P())
-    with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax.distribute"):
+    with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax\.distribute.*gcjax\.resize"):
         run(jnp.zeros((2, N)))
 
 

@@ -63,6 +63,12 @@ def test_a_reduced_gradient_is_seen():
     assert failed(lambda axis: gcjax.dense_compress(axis_name=axis), name="a method") == {REDUCED}
 
 
+def test_a_gradient_summed_over_the_workers_is_seen(monkeypatch):
+    monkeypatch.setattr(gcjax, "local_gradients", lambda grad, axis: grad)
+    (check,) = _selfcheck.selfcheck(mesh_of(4), {})
+    assert (check.law, check.holds) == ("each worker has its own gradient", False)
+
+
 def test_one_device_is_nothing_to_check(monkeypatch, capsys):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert main(["selfcheck"]) == 2
