@@ -64,7 +64,13 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
 
 
 def check_transport(transport: object) -> None:
-    """Raise ValueError unless `transport` is one of `TRANSPORTS`."""
+    """Raise ValueError unless `transport` is one of `TRANSPORTS`.
+
+    >>> import gcjax.extend as gx
+    >>> gx.check_transport("udp")
+    Traceback (most recent call last):
+    ValueError: transport must be one of 'all_gather', 'two_phase', 'auto', got 'udp'
+    """
     check_choice("transport", transport, TRANSPORTS)
 
 

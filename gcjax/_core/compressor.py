@@ -38,7 +38,13 @@ class SendReport(NamedTuple):
 
 
 def dense_report(entries: int | Array, payload_bits: Array | float) -> SendReport:
-    """The report of a method that sends something for each of the bucket's entries, with unmetered collectives."""
+    """The report of a method that sends something for each of the bucket's entries, with unmetered collectives.
+
+    >>> from gcjax.extend import dense_report
+    >>> report = dense_report(64, payload_bits=96)
+    >>> print(report.sent, report.payload_bits)
+    64 96.0
+    """
     count, none = jnp.int32(entries), jnp.int32(0)
     bits = jnp.float32(payload_bits)
     return SendReport(count, count, none, none, count, jnp.float32(0), bits, bits)
@@ -66,6 +72,17 @@ class Compressor(NamedTuple):
         averaged and all else counts as equal on all workers.
       update: see above.
       uses_squares: whether `update` reads `sum_grad_squared`. If it is None, the square of the gradient stands for it.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> def init(bucket):
+    ...     return gx.CodecState(jnp.zeros(1), jnp.int32(0), bucket)
+    >>> def update(gradient, sum_grad_squared, state, comm, all_finite):
+    ...     mean = comm.mean(tuple(jnp.where(all_finite, g, jnp.nan) for g in gradient))
+    ...     entries = state.bucket.entries
+    ...     return mean, state, gx.dense_report(entries, payload_bits=32 * entries)
+    >>> tx = gx.compress(gx.Compressor(init, update))
+    >>> print(tx.update(jnp.arange(3.0), tx.init(jnp.zeros(3)))[0])
+    [0. 1. 2.]
     """
 
     init: InitFn

@@ -98,6 +98,15 @@ def dense_codec(
 
     Raises:
       ValueError: for an unknown transport.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> def encode(x, bucket, key):  # the signs
+    ...     return gx.pack_mask(x < 0)[: bucket.words], bucket.entries
+    >>> def decode(payload, bucket):
+    ...     return jnp.where(gx.unpack_mask(payload), -1.0, 1.0)
+    >>> tx = gx.compress(gx.dense_codec(encode, decode, feedback=True))
+    >>> print(tx.update(jnp.array([2.0, -3.0]), tx.init(jnp.zeros(2)))[0])
+    [ 1. -1.]
     """
     check_transport(transport)
     codec = _Codec(encode, encode_mean or encode, decode, feedback)
@@ -190,13 +199,25 @@ class _Codec(NamedTuple):
 def gather_mean(
     payload: Array, decode: Callable[[Array], Array], shape: tuple[int, ...], comm: Comm, all_finite: Array
 ) -> Array:
-    """The mean over workers of decode(payload), float32 of this shape; NaN unless `all_finite`."""
+    """The mean over workers of decode(payload), float32 of this shape; NaN unless `all_finite`.
+
+    >>> import types, jax.numpy as jnp, gcjax.extend as gx
+    >>> comm = types.SimpleNamespace(size=2, gather=lambda x: jnp.stack([x, 3 * x]))  # stands for a `Comm`
+    >>> print(gx.gather_mean(jnp.uint32([1, 2]), jnp.float32, (2,), comm, all_finite=True))
+    [2. 4.]
+    """
     start = jnp.full(shape, jnp.where(all_finite, 0.0, jnp.nan), jnp.float32)
     return add_decoded(start, comm.gather(payload), decode)
 
 
 def parameters_only(x: Array, bucket: Bucket) -> Array:
-    """A bucket's array with its padding set to zero."""
+    """A bucket's array with its padding set to zero.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(leaf=0, begin=0, size=3, word=0, shape=(3,)),))
+    >>> print(gx.parameters_only(jnp.ones(bucket.shape), bucket).sum())
+    3.0
+    """
     if bucket.entries == bucket.size:
         return x
     return jnp.where(unpack_mask(jnp.asarray(bucket.valid_words())), x, 0)

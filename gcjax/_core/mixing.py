@@ -20,6 +20,10 @@ class Mixing:
 
     Attributes:
       old, new: numbers of workers.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.Mixing(old=4, new=2).means(jnp.array([1.0, 3.0, 5.0, 7.0])))
+    [2. 6.]
     """
 
     old: int

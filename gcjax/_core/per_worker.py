@@ -42,6 +42,11 @@ class PerWorker:
       value: the packed state: leaves as they are, scalars as vectors of one.
       axes: mesh axes of the workers. Static.
       shapes: shape of each leaf of one worker's state, before packing. Static.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> node = gcjax.PerWorker.pack({"step": jnp.int32(0)}, ("data",))
+    >>> print(node.value, node.unpack(), node.workers)
+    {'step': Array([0], dtype=int32)} {'step': Array(0, dtype=int32)} 1
     """
 
     value: Any

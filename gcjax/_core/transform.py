@@ -73,6 +73,12 @@ def compress(
         data; a negative `sum_grad_squared` where its value is
         known.
       TypeError: leaves of integer or complex dtype.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> top = gx.sparse_method(lambda a, step, bucket: gx.top_k_mask(a, 1), capacity=lambda bucket: 1)
+    >>> tx = gx.compress(top)
+    >>> print(tx.update(jnp.array([1.0, -3.0]), tx.init(jnp.zeros(2)))[0])
+    [ 0. -3.]
     """
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
     check_choice("overlap", overlap, OVERLAPS)

@@ -31,6 +31,11 @@ def goes_through_owners(transport: str, comm: Comm, words_of: Callable[[int], in
         gather: two phases could only save padding, and owners would need state.
       comm: the collectives.
       words_of: words_of(n) -> words of a message of one n-th of the entries.
+
+    >>> import types, jax.numpy as jnp, gcjax.extend as gx
+    >>> comm = types.SimpleNamespace(size=8)  # stands for a `Comm`
+    >>> gx.goes_through_owners("auto", comm, lambda n: 1000 // n)
+    True
     """
     if transport == "auto":
         return comm.size > 2 and 2 * words_of(comm.size) < words_of(1)
@@ -71,6 +76,11 @@ def add_decoded(total: Array, payloads: Array, decode: Callable[[Array], Array])
     """`total` plus the mean of decode(payload) over the workers' payloads.
 
     Workers are added in the order of their numbers, so that the mean is bit-equal everywhere on any backend.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> payloads = jnp.uint32([[1, 2], [3, 4]])  # of two workers
+    >>> print(gx.add_decoded(jnp.zeros(2), payloads, jnp.float32))
+    [2. 3.]
     """
     workers = len(payloads)
 

@@ -31,12 +31,22 @@ Merge = Callable[[Array, Array], Array]
 
 
 def float_bits(x: Array) -> Array:
-    """float32 -> its bits as uint32."""
+    """float32 -> its bits as uint32.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> hex(gx.float_bits(jnp.float32(1.0)))
+    '0x3f800000'
+    """
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def bits_float(bits: Array) -> Array:
-    """uint32 -> the float32 with these bits."""
+    """uint32 -> the float32 with these bits.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.bits_float(jnp.uint32(0x3F800000)))
+    1.0
+    """
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -93,7 +103,14 @@ def word_and_bit(position: Array) -> tuple[Array, Array]:
 
 
 def pack_mask(mask: Array) -> Array:
-    """bool[blocks, 32, 128] -> uint32[128 * blocks]; bit r of word 128 * b + l is entry [b, r, l]."""
+    """bool[blocks, 32, 128] -> uint32[128 * blocks]; bit r of word 128 * b + l is entry [b, r, l].
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> mask = jnp.zeros((1, 32, 128), bool).at[0, 3, 5].set(True)
+    >>> words = gx.pack_mask(mask)
+    >>> print(words.shape, words[5])  # bit 3
+    (128,) 8
+    """
     return _pack((mask,))[0]
 
 
@@ -160,7 +177,12 @@ def pack_mask_and_peak(mask: Array, x: Array) -> tuple[Array, Array]:
 
 
 def unpack_mask(words: Array) -> Array:
-    """uint32[m] -> bool[blocks, 32, 128], the inverse of `pack_mask`; missing words of the last block count as 0."""
+    """uint32[m] -> bool[blocks, 32, 128], the inverse of `pack_mask`; missing words of the last block count as 0.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.unpack_mask(jnp.uint32([0, 8]))[0, 3, :3])
+    [False  True False]
+    """
     return _columns(words) >> jnp.arange(WORD, dtype=jnp.uint32)[:, None] & 1 != 0
 
 
@@ -181,13 +203,23 @@ def pack_planes(values: Array, bits: int, words: int | None = None) -> Array:
 
     Returns:
       uint32[bits * words].
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> twos = jnp.full((1, 32, 128), 2, jnp.uint32)
+    >>> [hex(word) for word in gx.pack_planes(twos, bits=2, words=1)]  # of bits 0, of bits 1
+    ['0x0', '0xffffffff']
     """
     planes = _pack(tuple(values >> b & 1 != 0 for b in range(bits)))
     return jnp.concatenate([plane[:words] for plane in planes])
 
 
 def unpack_planes(words: Array, bits: int) -> Array:
-    """The inverse of `pack_planes`, of however many words: uint32[blocks, 32, 128]."""
+    """The inverse of `pack_planes`, of however many words: uint32[blocks, 32, 128].
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.unpack_planes(jnp.uint32([0, 1, 1, 1]), bits=2)[0, 0, :3])
+    [2 3 0]
+    """
     planes, rows = _columns(words.reshape(bits, -1)), jnp.arange(WORD, dtype=jnp.uint32)[:, None]
     return sum((((planes[b] >> rows) & 1) << b for b in range(1, bits)), (planes[0] >> rows) & 1)
 
@@ -240,6 +272,10 @@ def pack_uint(values: Array, bits: int) -> Array:
 
     Value i sits in word i % m, the first m values in the lowest bits; unused bits are 0. (With neighbours in one word
     it compiles for minutes on TPUs.)
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> [hex(word) for word in gx.pack_uint(jnp.array([1, 2, 3, 4, 5]), bits=8)]
+    ['0x50301', '0x402']
     """
     per_word = 32 // bits
     rows = jnp.pad(values.astype(jnp.uint32), (0, -len(values) % per_word)).reshape(per_word, -1)
@@ -247,7 +283,12 @@ def pack_uint(values: Array, bits: int) -> Array:
 
 
 def unpack_uint(words: Array, bits: int, count: int) -> Array:
-    """The inverse of `pack_uint`: uint32[m] -> uint32[count]."""
+    """The inverse of `pack_uint`: uint32[m] -> uint32[count].
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.unpack_uint(jnp.uint32([0x050301, 0x0402]), bits=8, count=5))
+    [1 2 3 4 5]
+    """
     if bits == 32:  # the mask below would need 33 bits
         return words[:count]
     shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits

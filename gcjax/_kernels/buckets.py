@@ -31,6 +31,10 @@ class Segment(NamedTuple):
       size: number of entries here.
       word: its first mask word in the bucket.
       shape: shape of the leaf, or (size,) for a part of a leaf.
+
+    >>> from gcjax.extend import Segment
+    >>> Segment(leaf=0, begin=0, size=70, word=0, shape=(7, 10)).words  # of 32 entries each
+    3
     """
 
     leaf: int
@@ -82,6 +86,12 @@ class Bucket:
 
     Attributes:
       segments: the leaves: first those with blocks of their own, in the tree's order, then the others.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(0, 0, 6, 0, (2, 3)), gx.Segment(1, 0, 4, 1, (4,))))
+    >>> x = bucket.join([jnp.ones((2, 3)), jnp.zeros(4)])
+    >>> print(x.shape, bucket.entries, [leaf.shape for leaf in bucket.split(x)])
+    (1, 32, 128) 10 [(2, 3), (4,)]
     """
 
     segments: tuple[Segment, ...]

@@ -24,6 +24,13 @@ class Groups:
       ranges: (begin, end) of the mask words of each group.
       sizes: parameters in each group.
       words: mask words of the bucket's blocks.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(0, 0, 6, 0, (2, 3)), gx.Segment(1, 0, 4, 1, (4,))))
+    >>> groups = gx.leaf_groups(bucket)
+    >>> (sums,) = groups.sums(bucket.join([jnp.ones((2, 3)), jnp.full(4, 2.0)]))
+    >>> print(sums, groups.per_entry(sums).shape)
+    [6. 8.] (1, 1, 128)
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -90,18 +97,36 @@ def _larger(x: Array, y: Array) -> Array:
 
 
 def leaf_groups(bucket: Bucket) -> Groups:
-    """One group per leaf, or per part of a leaf that is split between buckets."""
+    """One group per leaf, or per part of a leaf that is split between buckets.
+
+    >>> import gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(0, 0, 6, 0, (2, 3)), gx.Segment(1, 0, 4, 1, (4,))))
+    >>> gx.leaf_groups(bucket).sizes
+    (6, 4)
+    """
     return Groups(tuple(bucket.leaf_word_ranges()), tuple(s.size for s in bucket.segments), _all_words(bucket))
 
 
 def whole_group(bucket: Bucket) -> Groups:
-    """One group of the whole bucket."""
+    """One group of the whole bucket.
+
+    >>> import gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(0, 0, 6, 0, (2, 3)), gx.Segment(1, 0, 4, 1, (4,))))
+    >>> gx.whole_group(bucket).sizes
+    (10,)
+    """
     words = _all_words(bucket)
     return Groups(((0, words),), (bucket.entries,), words)
 
 
 def block_groups(bucket: Bucket, block: int) -> Groups:
-    """Each leaf in groups of `block` entries, a multiple of 32: of neighbouring mask words. The last may be smaller."""
+    """Each leaf in groups of `block` entries, a multiple of 32: of neighbouring mask words. The last may be smaller.
+
+    >>> import gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(leaf=0, begin=0, size=100, word=0, shape=(100,)),))
+    >>> gx.block_groups(bucket, block=64).sizes
+    (50, 50)
+    """
     width = block // WORD
     ranges = tuple(
         (first, min(first + width, end))

@@ -15,7 +15,14 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 def step_key(key: Array, step: Array, bucket: Bucket, rank: Array | None = None) -> Array:
-    """The random key of one update of one bucket: the same on all workers, or with `rank` each worker's own."""
+    """The random key of one update of one bucket: the same on all workers, or with `rank` each worker's own.
+
+    >>> import jax, jax.numpy as jnp, gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(leaf=0, begin=0, size=3, word=0, shape=(3,)),))
+    >>> key = jax.random.key(0)
+    >>> bool(gx.step_key(key, 1, bucket) == gx.step_key(key, 2, bucket))
+    False
+    """
     first = bucket.segments[0]
     key = jax.random.fold_in(jax.random.fold_in(key, step), first.leaf)
     key = jax.random.fold_in(key, first.begin)  # a leaf may be split into several buckets
@@ -23,7 +30,13 @@ def step_key(key: Array, step: Array, bucket: Bucket, rank: Array | None = None)
 
 
 def hash_bits(key: Array, position: Array) -> Array:
-    """uint32 random bits of the shape of `position` (non-negative integers), one for each."""
+    """uint32 random bits of the shape of `position` (non-negative integers), one for each.
+
+    >>> import jax, jax.numpy as jnp, gcjax.extend as gx
+    >>> bits = gx.hash_bits(jax.random.key(0), jnp.arange(1000))
+    >>> print(bits.dtype, bits.shape)
+    uint32 (1000,)
+    """
     return hash_words(seed_words(key), position)
 
 
@@ -50,7 +63,13 @@ def _mix(x: Array) -> Array:
 
 
 def uniform(key: Array, position: Array) -> Array:
-    """float32 of the shape of `position` (non-negative integers), uniform in [0, 1), multiples of 2**-24."""
+    """float32 of the shape of `position` (non-negative integers), uniform in [0, 1), multiples of 2**-24.
+
+    >>> import jax, jax.numpy as jnp, gcjax.extend as gx
+    >>> x = gx.uniform(jax.random.key(0), jnp.arange(1000))
+    >>> print(x.shape, x.min() >= 0, x.max() < 1, x.mean().round(1))
+    (1000,) True True 0.5
+    """
     return (hash_bits(key, position) >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 

@@ -31,6 +31,13 @@ class Link(NamedTuple):
       bits_per_second: line rate, each way.
       latency: seconds that an empty message takes.
       efficiency: share of the rate that is left for the content. The default is for TCP over Ethernet.
+
+    >>> import gcjax
+    >>> link = gcjax.Link(bits_per_second=1e9, latency=50e-6)
+    >>> costs = {"dense float32": gcjax.Cost(0, 1e-9, 0)}
+    >>> plan = gcjax.plan("1M", 8, link, 0.01, methods=[], costs=costs)
+    >>> round(plan.best.wire, 3)  # seconds
+    0.059
     """
 
     bits_per_second: float

@@ -21,7 +21,13 @@ SMALLEST, LARGEST = 1 << 14, 4  # the default capacities are from the entries di
 
 
 def check_capacity(capacity: int | tuple[int, ...] | None) -> None:
-    """Raise unless `capacity` is None, a positive int, or a tuple of them."""
+    """Raise unless `capacity` is None, a positive int, or a tuple of them.
+
+    >>> import gcjax.extend as gx
+    >>> gx.check_capacity((64, 0))
+    Traceback (most recent call last):
+    ValueError: capacity must be at least 1 slot, got (64, 0)
+    """
     slots = capacity if isinstance(capacity, tuple) else () if capacity is None else (capacity,)
     for value in slots:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -33,7 +39,13 @@ def check_capacity(capacity: int | tuple[int, ...] | None) -> None:
 
 
 def default_capacities(entries: int) -> tuple[int, ...]:
-    """1/16384 to 1/4 of the entries, in factors of the square root of two."""
+    """1/16384 to 1/4 of the entries, in factors of the square root of two.
+
+    >>> import gcjax.extend as gx
+    >>> capacities = gx.default_capacities(1_000_000)
+    >>> capacities[0], capacities[-1]
+    (256, 250112)
+    """
     return capacities_for(tuple(ladder(-(-entries // SMALLEST), -(-entries // LARGEST))))
 
 
@@ -43,6 +55,19 @@ def exchange(message: Message, transport: TransportState, comm: Comm, all_finite
     The transport "auto" takes the one that moves fewer bytes at the largest capacity; where messages must have a fixed
     length, two phases only if theirs do. `all_finite` is a bool scalar, equal on all workers; where it is False the
     mean is NaN.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> def init(bucket):
+    ...     return gx.SparseState.create(bucket, reset=gx.reset_to_zero, transport="auto")
+    >>> def update(gradient, sum_grad_squared, state, comm, all_finite):
+    ...     values = state.take_in(gx.add_gradient, gradient, all_finite=all_finite)
+    ...     mask = gx.pack_mask(values[0] > 0)
+    ...     message = gx.Message(values[0], mask, gx.float_code(32), state.bucket, gx.capacities_for(32))
+    ...     sent = gx.exchange(message, state.transport, comm, all_finite)
+    ...     return sent.mean, state.after(sent, values, all_finite), sent.report
+    >>> tx = gx.compress(gx.Compressor(init, update))
+    >>> print(tx.update(jnp.array([1.0, -3.0]), tx.init(jnp.zeros(2)))[0])
+    [1. 0.]
     """
     if transport.owed.value is None:
         return _all_gather_exchange(message, transport, comm, all_finite)

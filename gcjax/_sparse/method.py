@@ -30,6 +30,13 @@ def sparse_method(
 
     Raises:
       ValueError: for another transport.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> def select(a, step, bucket):
+    ...     return gx.pack_mask(jnp.abs(a) > 1.5)
+    >>> tx = gx.compress(gx.sparse_method(select, capacity=lambda bucket: bucket.entries))
+    >>> print(tx.update(jnp.array([1.0, -3.0, 2.0]), tx.init(jnp.zeros(3)))[0])
+    [ 0. -3.  2.]
     """
     check_transport(transport)
     code = float_code(32)

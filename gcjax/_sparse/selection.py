@@ -41,7 +41,12 @@ def count_for_density(density: float, size: int) -> int: ...
 @overload
 def count_for_density(density: Array, size: int) -> Array: ...
 def count_for_density(density: float | Array, size: int) -> int | Array:
-    """k = max(1, floor(density * size)), at most `size`: an int for a float, int32 for an array."""
+    """k = max(1, floor(density * size)), at most `size`: an int for a float, int32 for an array.
+
+    >>> from gcjax.extend import count_for_density
+    >>> count_for_density(0.01, 1050)
+    10
+    """
     if isinstance(density, (int, float)):
         return min(max(1, math.floor(density * size)), size)
     return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
@@ -135,6 +140,12 @@ def top_k_mask(x: Array, k: int | Array, candidates: Array | None = None) -> Arr
     """Packed mask of the k entries of largest magnitude of x; of equal ones, those with the lowest index.
 
     The index counts word by word. Fewer are set only where fewer are not zero. Arguments: as for `kth_magnitude`.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> bucket = gx.Bucket((gx.Segment(leaf=0, begin=0, size=3, word=0, shape=(3,)),))
+    >>> mask = gx.top_k_mask(bucket.join([jnp.array([1.0, -3.0, 2.0])]), 2)
+    >>> print(bucket.split(gx.unpack_mask(mask))[0])
+    [False  True  True]
     """
     threshold = kth_magnitude(x, k, candidates)
     bits = magnitude_bits(x)

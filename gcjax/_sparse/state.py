@@ -147,12 +147,22 @@ class SparseState:
 
 
 def reset_to_zero(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-    """Nothing is left of a sent entry."""
+    """Nothing is left of a sent entry.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> gx.reset_to_zero((jnp.ones(3), jnp.ones(3)), sent_with=())
+    (0, 0)
+    """
     del sent_with
     return (0,) * len(values)
 
 
 def add_gradient(values: tuple[Array, ...], inputs: tuple[Array, ...], was_sent: Array) -> tuple[Array, ...]:
-    """r <- r + g."""
+    """r <- r + g.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> print(gx.add_gradient((jnp.ones(2),), (jnp.array([0.5, 2.0]),), was_sent=jnp.zeros(2, bool))[0])
+    [1.5 3. ]
+    """
     del was_sent
     return (values[0] + inputs[0],)

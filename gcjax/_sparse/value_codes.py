@@ -59,6 +59,12 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     to x, but not above 2**E. Bit 3 is the sign, bits 0 to 2 are d. With `has_zero`, d = 7 stands for zero.
     Source: Tsuzuku, Imachi, Akiba, "Variance-based Gradient Compression for Efficient Distributed Deep Learning",
     2018, arXiv 1802.06058, the 4-bit quantisation.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> code = gx.power_of_two_code()
+    >>> scale = code.to_scale(gx.float_bits(jnp.full(3, 5.0)))  # the leaf's largest magnitude
+    >>> print(code.decode(code.encode(jnp.array([5.0, -0.7, 0.3]), scale, None, None), scale))
+    [ 4.   -0.5   0.25]
     """
     lowest = 6 if has_zero else 7
 
@@ -91,6 +97,13 @@ def level_code() -> ValueCode:
     With M = max |x| of the leaf, x is sent as sign(x) * M * l / 7, l the neighbour below or above 7 |x| / M, drawn so
     that the mean is x. Bit 3 is the sign, bits 0 to 2 are l. Source: QSGD with the maximum norm (Alistarh, Grubic, Li,
     Tomioka, Vojnovic, 2017, arXiv 1610.02132), applied to the selected entries only.
+
+    >>> import jax, jax.numpy as jnp, gcjax.extend as gx
+    >>> code, scale = gx.level_code(), gx.float_bits(jnp.full(1000, 7.0))  # the largest magnitude
+    >>> codes = code.encode(jnp.full(1000, 2.5), scale, jnp.arange(1000), jax.random.key(0))
+    >>> values = code.decode(codes, scale)
+    >>> print(values.min().round(2), values.max().round(2), values.mean().round(1))
+    2.0 3.0 2.5
     """
     top = 7
 
@@ -113,6 +126,12 @@ def float_code(bits: int) -> ValueCode:
     """Values as float32 (`bits=32`) or float16 (`bits=16`).
 
     float16 holds x / 2**E, E as in `power_of_two_code`, so that a leaf's size neither overflows nor underflows it.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> code = gx.float_code(16)
+    >>> scale = code.to_scale(gx.float_bits(jnp.float32(1e9)))  # the leaf's largest magnitude
+    >>> print((code.decode(code.encode(jnp.float32(3e8), scale, None, None), scale) / 3e8).round(4))
+    0.9996
     """
     if bits == 32:
         return ValueCode(
@@ -150,6 +169,11 @@ def sign_code(step: ArrayLike) -> ValueCode:
     """Only the sign, which stands for +step or -step: 1 bit.
 
     Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> code, none = gx.sign_code(0.5), jnp.uint32(0)
+    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), none, None, None), none))
+    [ 0.5 -0.5]
     """
 
     def decode(code, scale):
@@ -169,6 +193,11 @@ def class_mean_code() -> ValueCode:
 
     Source: Dryden, Jacobs, Moon, Van Essen, "Communication Quantization for Data-Parallel Training of Deep Neural
     Networks", MLHPC 2016, the adaptive quantisation.
+
+    >>> import jax.numpy as jnp, gcjax.extend as gx
+    >>> code, plus, minus = gx.class_mean_code(), *gx.float_bits(jnp.array([2.0, -1.5]))
+    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), plus, None, None), plus, minus))
+    [ 2.  -1.5]
     """
 
     def decode(code, plus, minus):

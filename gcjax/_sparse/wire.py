@@ -38,7 +38,13 @@ Visit = Callable[[Any, Array, Array, Array, Array], Any]
 
 
 def check_wire(wire: str, code_bits: int) -> None:
-    """Raise ValueError unless `wire` is one of `WIRES` that suits values of so many bits."""
+    """Raise ValueError unless `wire` is one of `WIRES` that suits values of so many bits.
+
+    >>> import gcjax.extend as gx
+    >>> gx.check_wire("zip", code_bits=4)
+    Traceback (most recent call last):
+    ValueError: wire must be one of 'compact', 'word', got 'zip'
+    """
     check_choice("wire", wire, WIRES)
     if wire == "word" and code_bits > 4:
         raise ValueError(f"wire='word' has 4 bits for a value, of which {code_bits} are to be sent; use wire='compact'")
@@ -238,6 +244,10 @@ def capacities_for(capacity: int | tuple[int, ...]) -> tuple[int, ...]:
     """The wanted numbers of slots, rounded up to whole groups of a message, without repetitions, ascending.
 
     Groups have as many lanes as possible, up to 128, so long as rounding up adds little.
+
+    >>> import gcjax.extend as gx
+    >>> gx.capacities_for((100, 20000))
+    (128, 20000)
     """
     wanted = capacity if isinstance(capacity, tuple) else (capacity,)
     lanes = min(max(min(wanted) // 256, max(wanted) // 16384, 1), LANES)

@@ -49,6 +49,9 @@ def check_agreement(mesh: jax.sharding.Mesh, **things: PyTree) -> None:
       RuntimeError: (on all processes) they differ; the message says where. Or some processes did not take part within
         300 seconds; the message names them.
       TypeError: the `repr` of a leaf holds an address and so cannot be compared.
+
+    >>> import gcjax, jax
+    >>> gcjax.check_agreement(jax.make_mesh((1,), ("data",)), learning_rate=1e-3)
     """
     compare_processes(mesh, things, TIMEOUT_SECONDS)
 

@@ -45,6 +45,12 @@ def resize(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
       ValueError: the mesh lacks an axis; an array lies on devices of other processes; parameters are sharded, so that
         there is state for each shard.
       TypeError: the state is one of `gcjax.gossip`.
+
+    >>> import gcjax, jax, jax.numpy as jnp
+    >>> tx, params, one = gcjax.dense_compress(axis_name="data"), jnp.ones(4), jax.make_mesh((1,), ("data",))
+    >>> of_eight = gcjax.restore_target(tx.init(params), workers=8)  # stands for a checkpoint
+    >>> print(of_eight.report.workers, gcjax.resize(of_eight, one).report.workers)
+    8 1
     """
 
     def moved(node):
@@ -78,6 +84,11 @@ def restore_target(state: PyTree, workers: int) -> PyTree:
     Raises:
       ValueError: `workers` is below 1.
       TypeError: `workers` is not an int.
+
+    >>> import gcjax, jax.numpy as jnp
+    >>> tx = gcjax.top_k_compress(0.5, axis_name="data")
+    >>> gcjax.restore_target(tx.init(jnp.ones(4)), workers=8).buckets.workers
+    8
     """
     check_integer("workers", workers, 1)
 

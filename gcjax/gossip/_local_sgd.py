@@ -106,6 +106,13 @@ def local_sgd(
 
     **Randomness**: the compressor's. **Bias**: the compressor's. **Non-finite input** reaches all workers in an
     exchange, and the anchor: put `optax.apply_if_finite` around the optimiser before this transform.
+
+    >>> import gcjax, jax.numpy as jnp, optax
+    >>> tx = gcjax.gossip.local_sgd(1, outer=optax.sgd(0.5))  # half of the way that the worker has gone
+    >>> params = jnp.ones(2)
+    >>> updates, state = tx.update(jnp.array([-0.5, 1.0]), tx.init(params), params)
+    >>> print(updates)
+    [-0.25  0.5 ]
     """
     check_integer("local_steps", local_steps, 1)
     check_integer("delay", delay, 0, local_steps - 1)

@@ -132,9 +132,9 @@ def simulate(
     >>> import gcjax, jax, jax.numpy as jnp, optax
     >>> data = jnp.arange(8.0).reshape(4, 2)  # 4 nodes with 2 samples each
     >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)
-    >>> curves = gcjax.gossip.simulate(
-    ...     loss, jnp.zeros(()), data, optax.sgd(0.02), nodes=4, steps=300, evaluate=lambda x: x, key=jax.random.key(0)
-    ... )
+    >>> world = gcjax.gossip.World(step_seconds=0.02, drop=0.1)
+    >>> options = {"nodes": 4, "steps": 300, "evaluate": lambda x: x, "key": jax.random.key(0), "world": world}
+    >>> curves = gcjax.gossip.simulate(loss, jnp.zeros(()), data, optax.sgd(0.02), **options)
     >>> print(abs(curves.metrics[-1] - 3.5) < 0.3, curves.bits[-1] == 64 * curves.events[-1] / 4)
     True True
     """
