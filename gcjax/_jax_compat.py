@@ -13,6 +13,7 @@ import jax.extend
 import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import batching, mlir
 
 from gcjax._types import Array, PyTree
 
@@ -47,13 +48,17 @@ check_version(jax.__version_info__)
 _check_vma = needed("jax._src.config:_check_vma")
 _distributed = needed("jax._src.distributed:global_state")
 _NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
+_ShardingContext = needed("jax._src.sharding_impls:ShardingContext")
 for _name in (
     "jax:enable_x64",
     "jax:reshard",
     "jax:typeof",
     "jax.extend.core:ClosedJaxpr",
     "jax.extend.core:Literal",
+    "jax.extend.core:Primitive",
     "jax.extend.random:define_prng_impl",
+    "jax.interpreters.batching:defvectorized",
+    "jax.interpreters.mlir:register_lowering",
     "jax.lax:pcast",
     "jax.sharding:AxisType",
     "jax.sharding:auto_axes",
@@ -83,7 +88,7 @@ def partitioned_axes(tree: PyTree) -> dict[str, int]:
     """Mesh axes of several devices among which JAX partitions here, with their sizes: of `jax.set_mesh`, of any leaf.
 
     Axes that `shard_map` or `pmap` bind are not among them. Leaves that get a sharding from `in_shardings` of `jax.jit`
-    alone show none.
+    alone show none; see `when_lowered`.
     """
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))]
     return {
@@ -92,6 +97,33 @@ def partitioned_axes(tree: PyTree) -> dict[str, int]:
         for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
         if size > 1 and kind != jax.sharding.AxisType.Manual
     }
+
+
+def _identity(x, *, check):
+    del check
+    return x
+
+
+def _lower_checked(ctx, x, *, check):
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, _ShardingContext):  # not inside `shard_map`
+        check(axes.num_devices)
+    return [x]
+
+
+_checked = jax.extend.core.Primitive("gcjax_checked")
+_checked.def_impl(_identity)
+_checked.def_abstract_eval(_identity)
+batching.defvectorized(_checked)
+mlir.register_lowering(_checked, _lower_checked)
+
+
+def when_lowered(x: Array, check: Callable[[int], None]) -> Array:
+    """x, an integer, as it is. When JAX lowers a program, `check` gets its number of devices, except in `shard_map`.
+
+    Shardings that only `in_shardings` and `out_shardings` of `jax.jit` name are not known before. No program changes.
+    """
+    return _checked.bind(x, check=check)
 
 
 def unchecked_axes() -> dict[str, int]:

@@ -12,6 +12,12 @@ from gcjax._jax_compat import partitioned_axes, tracks_variation, unchecked_axes
 from gcjax._kernels.layout import Layout, path_name
 from gcjax._types import PyTree
 
+_BY_JAX = (
+    "JAX has reduced it over these devices already, so compressing it would save nothing. Take gradients with "
+    "gcjax.compressed_value_and_grad, or the whole step from gcjax.make_train_step, and give the compressor axis_name. "
+    "(To compress as a single worker all the same, call update inside jax.shard_map over the mesh.)"
+)
+
 
 def is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
@@ -108,9 +114,10 @@ def reject_several_devices(updates: PyTree) -> None:
             "compressor the axis_name. (To compress as a single worker all the same, use check_vma=True.)"
         )
     if axes := partitioned_axes(updates):
-        raise ValueError(
-            f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: JAX has reduced it over "
-            "these devices already, so compressing it would save nothing. Take gradients with "
-            "gcjax.compressed_value_and_grad, or the whole step from gcjax.make_train_step, and give the compressor "
-            "axis_name. (To compress as a single worker all the same, call update inside jax.shard_map over the mesh.)"
-        )
+        raise ValueError(f"no axis_name was given, but the gradient is computed on a mesh with axes {axes}: {_BY_JAX}")
+
+
+def reject_partitioned(devices: int) -> None:
+    """Raise when the program of a single worker is lowered for several devices."""
+    if devices > 1:
+        raise ValueError(f"no axis_name was given, but the gradient is computed on {devices} devices: {_BY_JAX}")

@@ -12,6 +12,7 @@ from gcjax._core.checks import (
     check_options,
     check_waiting,
     mask_like,
+    reject_partitioned,
     reject_reduced,
     reject_several_devices,
 )
@@ -21,7 +22,7 @@ from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
 from gcjax._core.symptoms import Symptoms
-from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes
+from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
 from gcjax._types import AxisNames, PyTree
 from gcjax._validation import OVERLAPS, check_choice
@@ -43,8 +44,7 @@ def compress(
       axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
         worker, whose update is what its own payload decodes to. Under plain `jax.jit` with a sharded batch JAX reduces
         the gradient itself: use `gcjax.compressed_value_and_grad`. Without axes, `update` raises where it sees several
-        devices: under `jax.set_mesh`, or in the types of the gradient. It cannot see shardings that only `in_shardings`
-        or `out_shardings` of `jax.jit` name, which give host arrays none in the first step.
+        devices: under `jax.set_mesh`, in the types of the gradient, or when `jax.jit` lowers it for several.
       inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
@@ -107,7 +107,8 @@ def compress(
             sum_grad_squared = None
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        if not worker_axes and not inner_axes:
+        is_single = not worker_axes and not inner_axes
+        if is_single:
             reject_several_devices(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
@@ -131,6 +132,8 @@ def compress(
         any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
+        if is_single:
+            any_bad = when_lowered(any_bad, reject_partitioned)
         claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
         largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
         agreed = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0])

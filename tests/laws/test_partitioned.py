@@ -45,13 +45,20 @@ def test_a_sharded_batch_in_plain_jit_raises(mesh):
         TX.update(on(W), TX.init(W))
 
 
-def test_shardings_that_only_jit_names_are_seen_in_the_second_step():
+def test_shardings_that_only_jit_names_raise_when_the_program_is_lowered():
     mesh = mesh_of(8)
     shardings = tuple(NamedSharding(mesh, spec) for spec in (P(), P(), P("data")))
-    step = jax.jit(train_step, in_shardings=shardings, out_shardings=shardings[:2])
-    w, state = step(W, TX.init(W), X)
-    with SEEN:
-        step(w, state, X)
+    seen = pytest.raises(ValueError, match=r"no axis_name was given, but .* on 8 devices.*compressed_v")
+    with seen:
+        jax.jit(train_step, in_shardings=shardings)(W, TX.init(W), X)
+    with seen:
+        jax.jit(train_step, out_shardings=shardings[:2]).lower(W, TX.init(W), X)
+
+    def in_a_scan(w, state, x):
+        return jax.lax.scan(lambda carry, x: (train_step(*carry, x), None), (w, state), x[None])
+
+    with seen:
+        jax.jit(in_a_scan, in_shardings=shardings)(W, TX.init(W), X)
 
 
 def test_a_single_worker_runs_on_a_machine_with_many_devices():
@@ -63,3 +70,14 @@ def test_a_single_worker_runs_on_a_machine_with_many_devices():
         np.testing.assert_array_equal(jax.jit(train_step)(W, TX.init(W), X)[0], w)
     alone = jax.shard_map(train_step, mesh=mesh_of(8), in_specs=P(), out_specs=P())
     np.testing.assert_array_equal(jax.jit(alone)(W, TX.init(W), X)[0], w)
+
+
+def test_the_check_at_lowering_passes_through_transformations():
+    tx = gcjax.dense_compress()
+    state, update = tx.init(W), lambda w, state: tx.update(3 * w, state)[0]
+    expected = update(W, state)
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), (W, state))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(update))(*two), [expected, expected])
+    np.testing.assert_array_equal(jax.vmap(update)(*two), [expected, expected])
+    np.testing.assert_array_equal(jax.export.export(jax.jit(jax.checkpoint(update)))(W, state).call(W, state), expected)
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda w: jnp.sum(update(w, state))))(W), expected)
