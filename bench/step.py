@@ -4,6 +4,8 @@ The update accumulates, selects, compacts, packs, resets and decodes. It is time
 `r + g`, `v + s` (four reads, two writes, in place) in one process. The same step written in PyTorch runs in processes
 of its own. Both sides run with glibc's default malloc and with one that keeps freed memory. The density is exact:
 alpha = 1, normal gradients, a fresh state before each call, and constant squares z**2 with P(|g| > z) = density.
+
+A second table has the update on virtual workers with the checks of every update, `gcjax._core.symptoms`, and without.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from unittest import mock
 
 from bench import machine, provenance
 
@@ -20,13 +23,18 @@ MANY_LEAVES = 160
 WAIT_POLICIES = ("ACTIVE", "PASSIVE")  # of PyTorch's OpenMP threads: the first is faster only on an idle machine
 WARM_UP = 5
 DECAY = 0.999
+CHECKED = [(10_000_000, 1), (10_000_000, MANY_LEAVES)]  # parameters and leaves with which the checks are timed
+WORKERS = 2  # then
 
 
 def main() -> None:
     args = options()
     if args.child:
         job = json.loads(args.child)
-        print(json.dumps(jax_job(job) if job["side"] == "jax" else torch_job(job)))
+        print(json.dumps({"jax": jax_job, "torch": torch_job, "checks": checks_job}[job["side"]](job)))
+        return
+    if args.checks:
+        print(checks_table([measure_checks(*case, args) for case in CHECKED]))
         return
     torch_python = machine.find_torch(args.torch_python)
     sizes = SIZES[:1] if args.quick else SIZES
@@ -42,6 +50,7 @@ def main() -> None:
             row = measure(size, leaves, density, malloc, torch_python, args)
             record["rows"].append(row)
             print(f"{size:>10,} {leaves:>2} 1/{density:<4} {malloc:<7} {row['jax']['ratio']:.2f}", file=sys.stderr)
+    record["checks"] = [] if args.quick else [measure_checks(*case, args) for case in CHECKED]
     if torch_python:
         record["versions"]["torch"] = record["rows"][0]["torch"]["version"]
     text = table(record)
@@ -53,6 +62,7 @@ def main() -> None:
 def options() -> argparse.Namespace:
     parser = machine.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
+    parser.add_argument("--checks", action="store_true", help="the table of the checks only; writes no files")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls in a process (default 15)")
     parser.add_argument(
         "--rounds", type=int, default=2, help="processes for each row and side, alternating (default 2)"
@@ -87,6 +97,26 @@ def measure(
         row["torch_over_jax"] = round(torch["median_ms"] / jax["median_ms"], 2)
         row["torch_over_jax_minima"] = round(min(t["min_ms"] for t in by_policy) / jax["min_ms"], 2)
     return row
+
+
+def measure_checks(size: int, leaves: int, args: argparse.Namespace) -> dict:
+    """A row of the second table: the times of all rounds pooled."""
+    job = {"side": "checks", "size": size, "leaves": leaves, "density": 100, "repeats": args.repeats}
+    load = machine.load()
+    runs = [machine.run_child("bench.step", sys.executable, job, "default") for _ in range(args.rounds)]
+    checked, bare = ([t for run in runs for t in run[name]] for name in ("checked_s", "bare_s"))
+    return {
+        "size": size,
+        "leaves": leaves,
+        "workers": WORKERS,
+        "checked_median_ms": round(1e3 * statistics.median(checked), 2),
+        "checked_min_ms": round(1e3 * min(checked), 2),
+        "bare_median_ms": round(1e3 * statistics.median(bare), 2),
+        "bare_min_ms": round(1e3 * min(bare), 2),
+        "ratio": round(statistics.median(checked) / statistics.median(bare), 3),
+        "ratio_of_minima": round(min(checked) / min(bare), 3),
+        "load": load,
+    }
 
 
 def summary(runs: list[dict]) -> dict:
@@ -134,6 +164,24 @@ def table(record: dict) -> str:
             *beside,
             row["load"],
         ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    if record["checks"]:
+        lines += ["", checks_table(record["checks"])]
+    return "\n".join(lines)
+
+
+def checks_table(rows: list[dict]) -> str:
+    """Markdown."""
+    lines = [
+        f"{WORKERS} virtual workers, 1/100 is sent. The update with the checks that it makes, and without, in turns.",
+        "",
+        "| N | leaves | with | without | with / without | of minima | load |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = [f"{row[f'{name}_median_ms']:.1f} ({row[f'{name}_min_ms']:.1f})" for name in ("checked", "bare")]
+        cells = [f"{row['size'] // 1_000_000}M", row["leaves"], *times]
+        cells += [row["ratio"], row["ratio_of_minima"], row["load"]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -204,6 +252,57 @@ def jax_job(job: dict) -> dict:
         "temporaries_over_n": round(words / size, 3),
         "compile_s": round(compile_s, 1),
     }
+
+
+def checks_job(job: dict) -> dict:
+    """Times of the update on virtual workers with the checks and without, in turns."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    import gcjax
+    from gcjax._core.symptoms import Symptoms
+
+    jax.config.update("jax_num_cpu_devices", WORKERS)
+    mesh = jax.make_mesh((WORKERS,), ("data",), (jax.sharding.AxisType.Auto,))
+    of_workers = jax.NamedSharding(mesh, P("data"))
+    length, leaves = job["size"] // job["leaves"], job["leaves"]
+    tx = gcjax.variance_compress(alpha=1.0, decay=DECAY, axis_name="data")
+    start = gcjax.distribute(tx.init([jnp.zeros(length)] * leaves), mesh)
+    specs = gcjax.state_specs(start)
+    keys = jax.random.split(jax.random.key(0), leaves)
+    gradient = jax.device_put([jax.random.normal(key, (WORKERS * length,)) for key in keys], of_workers)
+    squares = [jnp.full_like(g, threshold_for(job["density"]) ** 2) for g in gradient]
+
+    def lowered():
+        def update(g, s, state):
+            return tx.update(g, state, sum_grad_squared=s)
+
+        on_mesh = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), P("data"), specs), out_specs=(P(), specs))
+        return jax.jit(on_mesh, donate_argnums=2).lower(gradient, squares, start)
+
+    programs = {"checked_s": lowered()}
+    with mock.patch.multiple(
+        Symptoms,
+        claims=lambda self, gradients, squares, comm: jnp.zeros(4, jnp.int32),
+        after=lambda self, largest, comm: self,
+        agreed_on=staticmethod(lambda largest, flag: flag),
+    ):
+        programs["bare_s"] = lowered()
+    if programs["checked_s"].as_text() == programs["bare_s"].as_text():
+        raise SystemExit("the program without the checks is the one with them: update this script")
+    programs = {name: program.compile() for name, program in programs.items()}
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(WARM_UP + job["repeats"]):
+        for name in sorted(programs, reverse=turn % 2 > 0):
+            state = jax.block_until_ready(copy(start))
+            begin = time.perf_counter()
+            _, state = jax.block_until_ready(programs[name](gradient, squares, state))
+            if turn >= WARM_UP:
+                times[name].append(time.perf_counter() - begin)
+            check_sent(int(gcjax.info(state).sent[0]), job)
+    return times
 
 
 def torch_job(job: dict) -> dict:
