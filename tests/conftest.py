@@ -24,6 +24,9 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "programs"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+# JAX's traces are many small objects that live long: by default a seventh of the time goes into looking for cycles.
+gc.set_threshold(50_000, 20, 20)
+
 settings.register_profile("fixed", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("fixed")

@@ -64,15 +64,18 @@ def inputs(per_worker):
     return {name: x.reshape(-1, *SHAPES[name]) for name, x in stacked(per_worker).items()}
 
 
-def ran(row, workers=8, mode="shard_map", steps=STEPS, seed=0):
-    """A runner after `steps` steps, with every step's inputs, updates and infos."""
+def run(row, workers=8, mode="shard_map"):
+    """A runner after `STEPS` steps, with every step's inputs, updates and infos."""
     runner = runner_of(row, workers, mode)
-    gradients, squares = sample_gradients(workers, SIZES, steps, seed)
+    gradients, squares = sample_gradients(workers, SIZES, STEPS)
     updates, infos = [], []
     for g, s in zip(gradients, squares, strict=True):
         updates.append(runner.step(inputs(g), inputs(s)))
         infos.append(gcjax.info(runner.state))
     return runner, gradients, squares, updates, infos
+
+
+ran = functools.cache(run)  # most laws look at the same steps and change nothing
 
 
 PLACES = [
@@ -135,7 +138,7 @@ def test_nothing_is_lost(row):
 
 @EVERY_ROW
 def test_the_update_is_bit_equal_on_all_workers(row):
-    updates = ran(row, steps=3)[3]
+    updates = ran(row)[3]
     for update in updates:
         for leaf in update.values():
             for worker in range(1, 8):
@@ -144,7 +147,7 @@ def test_the_update_is_bit_equal_on_all_workers(row):
 
 @EVERY_ROW
 def test_the_update_is_typed_as_replicated(row):
-    runner, _, _, updates, _ = ran(row, steps=2)  # compiled with check_vma=True, once more with out_specs=P()
+    runner, _, _, updates, _ = ran(row)  # compiled with check_vma=True, once more with out_specs=P()
     assert {k: v.shape for k, v in runner.replicated.items()} == SHAPES
     jax.tree.map(lambda once, each: np.testing.assert_array_equal(once, each[0]), runner.replicated, updates[-1])
 
@@ -186,7 +189,7 @@ def test_the_capacity_follows_the_data(row):
 
 @EVERY_ROW
 def test_the_wire_carries_only_the_payload_dtypes(row):
-    runner, gradients, squares, _, _ = ran(row, 8, steps=1)
+    runner, gradients, squares, _, _ = ran(row)
     found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])), 8)
     assert sum(map(_is_gradient_sized, found)) == row.dense_wire
     assert {c.dtype for c in found} <= row.wire
@@ -202,7 +205,7 @@ def test_payload_bits_do_not_exceed_wire_bytes(row):
 
 @EVERY_ROW
 def test_two_steps_trace_once(row):
-    runner = ran(row, steps=3)[0]
+    runner = ran(row)[0]
     assert runner.times_compiled() == 1
 
 
@@ -324,7 +327,7 @@ def test_bad_squares_count_as_non_finite(row):
 
 @EVERY_METHOD
 def test_same_inputs_give_the_same_bits(row):
-    first, second = ran(row, steps=3)[3], ran(row, steps=3)[3]
+    first, second = ran(row)[3], run(row)[3]
     for a, b in zip(first, second, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
