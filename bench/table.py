@@ -115,9 +115,6 @@ def rows() -> dict[str, Row]:
         "sketch 0.02": Row("sketch(density=0.02)", SGD, "--momentum 0"),
         "density 0.04": Row("variance(density=0.04, feedback=True)"),
         "variance 0.5": Row("variance(alpha=0.5)"),
-        "budget 1/4": Row("variance(alpha=1, budget=0.25)"),
-        "budget 1/8": Row("variance(alpha=1, budget=0.125)"),
-        "budget 1/16": Row("variance(alpha=1, budget=0.0625)"),
         "underflow drop": Row("variance(alpha=1.5, underflow='drop')"),
         "feedback": Row("variance(alpha=1.5, feedback=True)"),
         "float32 values": Row("variance(alpha=1.5, values='float32')"),
@@ -186,10 +183,20 @@ def measure(args: argparse.Namespace, store: dict, path: Path) -> None:
             bar.update()
 
 
-def grouped(runs: Iterable[dict], optimiser: str) -> dict[str, list[dict]]:
-    """Row -> its runs with one optimiser, in the order of `rows()`."""
-    found = collections.defaultdict(list)
-    for record in sorted(runs, key=lambda record: (list(rows()).index(record["row"]), record["seed"])):
+def recorded_methods(runs: Iterable[dict]) -> dict[str, str]:
+    """Row -> its method: of `rows()`, then of recorded rows that are no longer among them, which keep their figures."""
+    methods = {name: row.method for name, row in rows().items()}
+    for record in runs:
+        if record["row"] not in methods:
+            words = shlex.split(record["command"])
+            methods[record["row"]] = words[words.index("--method") + 1]
+    return methods
+
+
+def grouped(runs: list[dict], optimiser: str) -> dict[str, list[dict]]:
+    """Row -> its runs with one optimiser, in the order of `recorded_methods`."""
+    found, order = collections.defaultdict(list), list(recorded_methods(runs))
+    for record in sorted(runs, key=lambda record: (order.index(record["row"]), record["seed"])):
         if record["optimiser"] == optimiser:
             found[record["row"]].append(record)
     return found
@@ -197,7 +204,7 @@ def grouped(runs: Iterable[dict], optimiser: str) -> dict[str, list[dict]]:
 
 def table(store: dict) -> str:
     """Markdown, a table for each optimiser: medians over the seeds, and ranges if there are several."""
-    lines = []
+    lines, methods = [], recorded_methods(store["runs"])
     for optimiser in BOTH:
         found = grouped(store["runs"], optimiser)
         if not found:
@@ -207,7 +214,7 @@ def table(store: dict) -> str:
         dense = median([r for r in found.get("dense", []) if "epochs" in r], accuracy)
         for name, records in found.items():
             ended = [record for record in records if "epochs" in record]
-            method = rows()[name].method
+            method, name = methods[name], name if name in rows() else f"{name} (taken out)"
             if not ended:
                 lines.append(f"| {name} | `{method}` | diverged |" + " |" * 7)
                 continue
@@ -247,7 +254,7 @@ def plot(store: dict, path: Path) -> None:
     """Accuracy at the end against bytes sent per worker, with the Pareto front; a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
-    families = list(dict.fromkeys(family(name) for name in rows()))
+    families = list(dict.fromkeys(family(name) for name in recorded_methods(store["runs"])))
     best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
     worst = min(accuracy(record) for record in store["runs"] if "epochs" in record)
     bottom = max(worst, best - RANGE) - 1

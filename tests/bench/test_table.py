@@ -71,6 +71,14 @@ def test_table_has_medians_ranges_and_diverged_runs():
     assert any(line.startswith("| strom 0.1 | `strom(threshold=0.1)` | diverged |") for line in lines)
 
 
+def test_a_recorded_row_that_was_taken_out_keeps_its_figures(tmp_path):
+    gone = record("budget 1/8", 0, 0.5, command="--method 'variance(alpha=1, budget=0.125)' --epochs 6")
+    store = {"runs": [gone, record("dense", 0, 0.6)]}
+    lines = table.table(store).splitlines()
+    assert lines[-1].startswith("| budget 1/8 (taken out) | `variance(alpha=1, budget=0.125)` | 50.0 | -10.0 |")
+    table.plot(store, tmp_path / "plot.png")
+
+
 def test_front_has_what_no_other_beats_in_both():
     points = [(3.0, 60.0), (1.0, 50.0), (2.0, 61.0), (2.0, 55.0), (9.0, 61.0), (10.0, 63.0)]
     assert table.pareto(points) == [(1.0, 50.0), (2.0, 61.0), (10.0, 63.0)]
