@@ -13,6 +13,7 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer
@@ -85,11 +86,8 @@ def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
 
 def leaves_of(layout: Layout, vectors: Sequence[Array]) -> list[tuple[Array, ...]]:
     """The inverse of `vectors_of`, of float32[bucket.entries] for each bucket."""
-    result = []
-    for bucket, vector in zip(layout.buckets, vectors, strict=True):
-        parts = jnp.split(vector, np.cumsum([s.size for s in bucket.segments])[:-1])
-        result.append(tuple(x.reshape(s.shape) for s, x in zip(bucket.segments, parts, strict=True)))
-    return result
+    pairs = zip(layout.buckets, vectors, strict=True)
+    return [tuple(split_vector(vector, [s.shape for s in bucket.segments])) for bucket, vector in pairs]
 
 
 def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:

@@ -10,9 +10,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from gcjax._kernels.buckets import split_vector
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_transport
 from gcjax.extend import (
@@ -113,8 +113,7 @@ def dense_compress(
             mean, bits = comm.mean(tuple(gradient)), 32 * entries
         else:
             flat, sent = mean_of_rounded(jnp.concatenate([g.reshape(-1) for g in gradient]), comm, all_finite)
-            parts = jnp.split(flat, np.cumsum([g.size for g in gradient])[:-1])
-            mean, bits = [part.reshape(g.shape) for part, g in zip(parts, gradient, strict=True)], 16 * sent
+            mean, bits = split_vector(flat, [g.shape for g in gradient]), 16 * sent
         report = dense_report(entries, bits)
         return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
