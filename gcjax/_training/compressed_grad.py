@@ -13,11 +13,10 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
-from gcjax._training.checks import check_batch
+from gcjax._training.checks import check_batch, checked_axes
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
 from gcjax._training.sharding import distribute, init_sharded, state_specs
-from gcjax._training.step import checked_axes
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_random_key
 
