@@ -1,5 +1,6 @@
 """bench/table.py: commands that the example accepts, runs that continue, the figures of the table."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_only_missing_runs_are_run_and_saved_at_once(monkeypatch, tmp_path):
     assert [job for job, _ in ran] == [("dense", "adam", 0), ("dense", "adam", 2)]
     assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
     assert path.exists()
+
+
+def test_no_run_begins_after_one_has_failed(monkeypatch, tmp_path):
+    path, ran = tmp_path / "table-small.json", []
+
+    def run(job, args, cores):
+        ran.append(job.seed)
+        if job.seed == 1:
+            raise SystemExit("the example failed")
+        return record("dense", job.seed, 0.5)
+
+    monkeypatch.setattr(table, "run", run)
+    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "9", "--jobs", "1")
+    with pytest.raises(SystemExit, match="the example failed"):
+        table.measure(args, {"runs": []}, path)
+    assert ran == [0, 1]
+    assert [run["seed"] for run in json.loads(path.read_text())["runs"]] == [0]
 
 
 def test_table_has_medians_ranges_and_diverged_runs():
