@@ -34,7 +34,6 @@ from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
-    Mixing,
     bits_float,
     compress,
     dense_report,
@@ -66,9 +65,6 @@ class DemoState:
     def residual(self) -> Array:
         """float32 of the bucket's shape, delta."""
         return self.bucket.join(from_groups(self.coefficients, self.bucket, self.chunk, _inverse))
-
-    def mixed(self, mixing: Mixing) -> "DemoState":
-        return dataclasses.replace(self, coefficients=mixing.means(self.coefficients))
 
 
 def demo_compress(
@@ -103,9 +99,6 @@ def demo_compress(
       decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams` with `top_k` and `chunk`
         among its static_args).
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, or a decay out of range.

@@ -98,9 +98,6 @@ def drive_compress(
         unless the leaves are small.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for an unsupported number of bits, block size or transport.
       TypeError: for `bits` that are not an int, a `feedback` that is not a bool, or a missing key.

@@ -85,9 +85,6 @@ def dryden_compress(
       transport, wire: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density or capacity out of range.
 

@@ -55,9 +55,6 @@ def natural_compress(
         unless the leaves are small.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for an unknown transport.
       TypeError: for a key of another kind.

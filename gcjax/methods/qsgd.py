@@ -82,9 +82,6 @@ def qsgd_compress(
         unless the leaves are small.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for an argument out of range or an unknown transport; for bits=1 with norm="l2", whose variance would
         be d - 1 times the squared gradient, or with encoding="elias", which would have no zeros to leave out.

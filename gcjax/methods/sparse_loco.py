@@ -44,7 +44,6 @@ from gcjax._validation import check_choice, check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
-    Mixing,
     bits_float,
     compress,
     dense_report,
@@ -73,9 +72,6 @@ class SparseLocoState:
     def residual(self) -> Array:
         """float32 of the bucket's shape."""
         return self.bucket.join(self.left)
-
-    def mixed(self, mixing: Mixing) -> "SparseLocoState":
-        return dataclasses.replace(self, left=mixing.means(self.left))
 
 
 def sparse_loco_compress(
@@ -120,9 +116,6 @@ def sparse_loco_compress(
         authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
         gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, a decay or `bits` out of range, an unknown

@@ -81,9 +81,6 @@ def terngrad_compress(
         workers on, unless the leaves are small.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for an argument out of range; for a transport of "sum", which has no choice.
       TypeError: for an argument of the wrong type.

@@ -174,10 +174,17 @@ def variance_compress(
     [-0.5 -0. ]
     """
     _check(alpha, decay, threshold, feedback, underflow, values, key)
-    _check_density(density, threshold, capacity)
+    if density is not None:
+        _check_share("density", density)
+        for name, value in (("threshold", threshold), ("capacity", capacity)):
+            if value is not None:
+                raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
     check_capacity(capacity)
     check_transport(transport)
-    _check_owner_density(owner_density, transport)
+    if owner_density is not None:
+        _check_share("owner_density", owner_density)
+        if transport != "two_phase":
+            raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got {transport=}")
     hybrid = threshold is not None
     tau = 0.0 if threshold is None else threshold
     code = sign_code(tau) if hybrid else CODES[values]
@@ -259,25 +266,10 @@ def _check(
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
 
 
-def _check_density(density: float | None, threshold: ArrayLike | None, capacity: int | tuple[int, ...] | None) -> None:
-    if density is None:
-        return
-    if isinstance(density, jax.Array):
-        raise TypeError("density fixes the size of the payload and cannot be traced; give a Python float")
-    check_number("density", density, 0.0, 1.0)
-    for name, value in (("threshold", threshold), ("capacity", capacity)):
-        if value is not None:
-            raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
-
-
-def _check_owner_density(owner_density: float | None, transport: str) -> None:
-    if owner_density is None:
-        return
-    if isinstance(owner_density, jax.Array):
-        raise TypeError("owner_density fixes the size of the payload and cannot be traced; give a Python float")
-    check_number("owner_density", owner_density, 0.0, 1.0)
-    if transport != "two_phase":
-        raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got transport={transport!r}")
+def _check_share(name: str, share: float) -> None:
+    if isinstance(share, jax.Array):
+        raise TypeError(f"{name} fixes the size of the payload and cannot be traced; give a Python float")
+    check_number(name, share, 0.0, 1.0)
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
