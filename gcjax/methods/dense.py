@@ -90,6 +90,5 @@ def dense_compress(
         report = dense_report(entries, bits)
         return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
-    return compress(
-        Compressor(EmptyState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
-    )
+    method = Compressor(EmptyState, update)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

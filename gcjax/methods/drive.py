@@ -94,8 +94,7 @@ def drive_compress(
       block: largest block that is rotated: 256, 1024, 4096 or 16384 entries. Smaller leaves have smaller blocks.
       feedback: keep what was not sent, and send it later.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
-        unless the leaves are small.
+      transport: as in `gcjax.ef_sign_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Raises:

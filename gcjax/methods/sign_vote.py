@@ -91,9 +91,8 @@ def sign_vote_compress(
         bucket = state.bucket
         return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
 
-    return compress(
-        Compressor(EmptyState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
-    )
+    method = Compressor(EmptyState, update)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def signum_compress(

@@ -227,12 +227,8 @@ def variance_compress(
             return capacities_for(count_for_density(density, bucket.entries))
         return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
 
-    return compress(
-        Compressor(init, update, uses_squares=True),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    method = Compressor(init, update, uses_squares=True)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _check(
