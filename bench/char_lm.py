@@ -15,9 +15,8 @@ import shlex
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from bench import machine, provenance
+from bench import machine, runs
 
 COMMON = "--epochs 2"
 ROWS = {
@@ -90,14 +89,8 @@ def table(store: dict) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = machine.Parser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = runs.make_parser(__doc__, "runs/char_lm", "char_lm.json and char_lm.md", ROWS, "some of the rows")
     parser.add_argument("--text", type=Path, help="file to learn from, as for examples/char_lm.py")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="some of the rows")
-    parser.add_argument("--work", type=Path, default=Path("runs/char_lm"), help="folder for curves and checkpoints")
-    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for char_lm.json and char_lm.md")
-    parser.add_argument("--report", action="store_true", help="run nothing: the table from the result file")
     args = parser.parse_args()
     if args.text is None and not args.report:
         parser.error("--text: give a text file")
@@ -107,21 +100,11 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     args = parse_options()
     path = args.out / "char_lm.json"
-    if path.is_file():
-        store = json.loads(path.read_text())
-    elif args.report:
-        raise SystemExit(f"char_lm.py: there is no {path} to report; leave out --report to measure")
-    else:
-        store = provenance.provenance("char_lm", ("jax", "jaxlib", "optax", "flax", "numpy")) | {"runs": []}
+    store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
     if not args.report:
-        origin = provenance.origin("char_lm")  # the sources may change before the next call
         have = {record["row"] for record in store["runs"]}
-        for row in tqdm([row for row in args.rows if row not in have], unit="run"):
-            store["runs"].append(run(row, args) | origin)
-            provenance.write(path, json.dumps(store, indent=1))
-    text = provenance.with_note(table(store), store, "char_lm")
-    provenance.write(path.with_suffix(".md"), text)
-    print(text)
+        runs.measure(store, path, [row for row in args.rows if row not in have], lambda row: run(row, args))
+    runs.report(store, path, table(store))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ import json
 import shlex
 from pathlib import Path
 
-from tqdm import tqdm
-
-from bench import machine, provenance
+from bench import machine, provenance, runs
 
 COMMON = "--optimiser adamw --learning-rate 0.002 --batch 16 --epochs 3"
 ROWS = {
@@ -66,14 +64,8 @@ def table(store: dict) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = machine.Parser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = runs.make_parser(__doc__, "runs/local", "local.json and local.md", ROWS, "some of the rows")
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for examples/cifar10.py")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="some of the rows")
-    parser.add_argument("--work", type=Path, default=Path("runs/local"), help="folder for curves")
-    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for local.json and local.md")
-    parser.add_argument("--report", action="store_true", help="run nothing: the table from the result file")
     args = parser.parse_args()
     if args.data is None and not args.report:
         parser.error("--data: give a folder with CIFAR-10")
@@ -83,21 +75,11 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     args = parse_options()
     path = args.out / "local.json"
-    if path.is_file():
-        store = json.loads(path.read_text())
-    elif args.report:
-        raise SystemExit(f"local.py: there is no {path} to report; leave out --report to measure")
-    else:
-        store = provenance.provenance("local", ("jax", "jaxlib", "optax", "flax", "numpy")) | {"runs": []}
+    store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
     if not args.report:
-        origin = provenance.origin("local")  # the sources may change before the next call
         have = {record["row"] for record in store["runs"]}
-        for row in tqdm([row for row in args.rows if row not in have], unit="run"):
-            store["runs"].append(run(row, args) | origin)
-            provenance.write(path, json.dumps(store, indent=1))
-    text = provenance.with_note(table(store), store, "local")
-    provenance.write(path.with_suffix(".md"), text)
-    print(text)
+        runs.measure(store, path, [row for row in args.rows if row not in have], lambda row: run(row, args))
+    runs.report(store, path, table(store))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import gcjax
 from bench import machine, provenance
 from bench.network import jax_workers
 from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, transfers_of
-from gcjax._planner.costs import Cost, known_costs
+from gcjax._planner.costs import Cost, CostStore
 from gcjax._planner.network import EFFICIENCY
 
 GOOD = 0.15
@@ -32,7 +32,7 @@ def main() -> None:
     if args.decode_ns:
         costs = dict.fromkeys(COST_OF.values(), Cost(0, 0, args.decode_ns * 1e-9))
     else:
-        costs = known_costs(
+        costs = CostStore().known(
             COST_OF.values(), lambda done, count, name: print(f"measuring {name}, {done + 1} of {count}")
         )
     rows = [

@@ -12,7 +12,6 @@ interrupted table continues where it stopped, and an interrupted run after its l
 
 import argparse
 import collections
-import concurrent.futures
 import functools
 import json
 import os
@@ -26,9 +25,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from matplotlib.transforms import Bbox
-from tqdm import tqdm
 
-from bench import machine, programs, provenance
+from bench import machine, programs, runs
 
 BOTH, SGD = ("adam", "sgd"), ("sgd",)
 SIZES = {
@@ -115,9 +113,6 @@ def rows() -> dict[str, Row]:
         "sketch 0.02": Row("sketch(density=0.02)", SGD, "--momentum 0"),
         "density 0.04": Row("variance(density=0.04, feedback=True)"),
         "variance 0.5": Row("variance(alpha=0.5)"),
-        "budget 1/4": Row("variance(alpha=1, budget=0.25)"),
-        "budget 1/8": Row("variance(alpha=1, budget=0.125)"),
-        "budget 1/16": Row("variance(alpha=1, budget=0.0625)"),
         "underflow drop": Row("variance(alpha=1.5, underflow='drop')"),
         "feedback": Row("variance(alpha=1.5, feedback=True)"),
         "float32 values": Row("variance(alpha=1.5, values='float32')"),
@@ -171,25 +166,29 @@ def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
 
 def measure(args: argparse.Namespace, store: dict, path: Path) -> None:
     """Run what the store lacks, and write it after every run."""
-    origin = provenance.origin(path.stem)  # the sources may change before the next call
     have = {Job(record["row"], record["optimiser"], record["seed"]) for record in store["runs"]}
     missing = [job for job in wanted(args) if job not in have]
     cores: queue.SimpleQueue = queue.SimpleQueue()
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     for i in range(args.jobs):
         cores.put(usable[i % len(usable)] if usable and args.jobs > 1 else None)
-    bar = tqdm(total=len(missing), unit="run")
-    with bar, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(run, job, args, cores) for job in missing]):
-            store["runs"].append(done.result() | origin)
-            provenance.write(path, json.dumps(store, indent=1))
-            bar.update()
+    runs.measure(store, path, missing, lambda job: run(job, args, cores), args.jobs)
 
 
-def grouped(runs: Iterable[dict], optimiser: str) -> dict[str, list[dict]]:
-    """Row -> its runs with one optimiser, in the order of `rows()`."""
-    found = collections.defaultdict(list)
-    for record in sorted(runs, key=lambda record: (list(rows()).index(record["row"]), record["seed"])):
+def recorded_methods(recorded: Iterable[dict]) -> dict[str, str]:
+    """Row -> its method: of `rows()`, then of recorded rows that are no longer among them, which keep their figures."""
+    methods = {name: row.method for name, row in rows().items()}
+    for record in recorded:
+        if record["row"] not in methods:
+            words = shlex.split(record["command"])
+            methods[record["row"]] = words[words.index("--method") + 1]
+    return methods
+
+
+def grouped(recorded: list[dict], optimiser: str) -> dict[str, list[dict]]:
+    """Row -> its runs with one optimiser, in the order of `recorded_methods`."""
+    found, order = collections.defaultdict(list), list(recorded_methods(recorded))
+    for record in sorted(recorded, key=lambda record: (order.index(record["row"]), record["seed"])):
         if record["optimiser"] == optimiser:
             found[record["row"]].append(record)
     return found
@@ -197,7 +196,7 @@ def grouped(runs: Iterable[dict], optimiser: str) -> dict[str, list[dict]]:
 
 def table(store: dict) -> str:
     """Markdown, a table for each optimiser: medians over the seeds, and ranges if there are several."""
-    lines = []
+    lines, methods = [], recorded_methods(store["runs"])
     for optimiser in BOTH:
         found = grouped(store["runs"], optimiser)
         if not found:
@@ -207,7 +206,7 @@ def table(store: dict) -> str:
         dense = median([r for r in found.get("dense", []) if "epochs" in r], accuracy)
         for name, records in found.items():
             ended = [record for record in records if "epochs" in record]
-            method = rows()[name].method
+            method, name = methods[name], name if name in rows() else f"{name} (taken out)"
             if not ended:
                 lines.append(f"| {name} | `{method}` | diverged |" + " |" * 7)
                 continue
@@ -247,7 +246,7 @@ def plot(store: dict, path: Path) -> None:
     """Accuracy at the end against bytes sent per worker, with the Pareto front; a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
-    families = list(dict.fromkeys(family(name) for name in rows()))
+    families = list(dict.fromkeys(family(name) for name in recorded_methods(store["runs"])))
     best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
     worst = min(accuracy(record) for record in store["runs"] if "epochs" in record)
     bottom = max(worst, best - RANGE) - 1
@@ -312,19 +311,14 @@ def label(panel: plt.Axes, found: dict[str, list[dict]], families: list[str]) ->
 
 
 def parse_options() -> argparse.Namespace:
-    parser = machine.Parser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    files = "table-SIZE.json, .md and .png"
+    parser = runs.make_parser(__doc__, "runs/table", files, rows(), "see --list")
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for examples/cifar10.py")
     parser.add_argument("--size", choices=SIZES, default="small", help="network and schedule")
-    parser.add_argument("--rows", nargs="+", choices=rows(), default=list(rows()), metavar="ROW", help="see --list")
     parser.add_argument("--optimisers", nargs="+", choices=BOTH, default=list(BOTH), help="what follows the method")
     parser.add_argument("--seeds", type=int, default=1, help="number of initialisations and orders of the data")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, each on a core of its own")
-    parser.add_argument("--work", type=Path, default=Path("runs/table"), help="folder for curves and checkpoints")
-    parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for table-SIZE.json, .md and .png")
     parser.add_argument("--list", action="store_true", help="print the runs as commands and exit")
-    parser.add_argument("--report", action="store_true", help="run nothing: table and plot from the result file")
     args = parser.parse_args()
     if args.data is None and not (args.list or args.report):
         parser.error("--data: give the folder with CIFAR-10")
@@ -338,18 +332,11 @@ def main() -> None:
             print(f"{job.row}: python examples/cifar10.py --data DIR --out DIR {command(args.size, *job)}")
         return
     path = args.out / f"table-{args.size}.json"
-    if path.is_file():
-        store = json.loads(path.read_text())
-    elif args.report:
-        raise SystemExit(f"table.py: there is no {path} to report; leave out --report to measure")
-    else:
-        store = provenance.provenance(path.stem, ("jax", "jaxlib", "optax", "flax")) | {"runs": []}
+    store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax"))
     if not args.report:
         measure(args, store, path)
-    text = provenance.with_note(table(store), store, path.stem)
-    provenance.write(path.with_suffix(".md"), text)
     plot(store, path.with_suffix(".png"))
-    print(text)
+    runs.report(store, path, table(store))
 
 
 if __name__ == "__main__":

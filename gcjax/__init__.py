@@ -17,9 +17,10 @@ from gcjax._planner.prediction import Plan
 from gcjax._training.compressed_grad import compressed_value_and_grad
 from gcjax._training.consistency import check_agreement
 from gcjax._training.local import local_gradients, local_transform
+from gcjax._training.make_step import make_train_step
 from gcjax._training.resize import resize, restore_target
 from gcjax._training.sharding import distribute, init_sharded, state_specs
-from gcjax._training.step import Metrics, TrainState, make_train_step
+from gcjax._training.step import Metrics, TrainState
 from gcjax._version import __version__ as __version__
 from gcjax.methods import *  # noqa: F403
 

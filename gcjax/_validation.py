@@ -18,7 +18,6 @@ def check_number(
     *,
     low_included: bool = False,
     high_included: bool = True,
-    why: str = "",
 ) -> None:
     """Raise unless `value` is a finite number in (low, high], or as `low_included` and `high_included` say.
 
@@ -29,7 +28,6 @@ def check_number(
       high: upper bound.
       low_included: whether `low` itself is allowed.
       high_included: whether `high` itself is allowed.
-      why: reason for the bounds, put at the end of the message.
 
     Raises:
       TypeError: `value` is no number.
@@ -45,7 +43,7 @@ def check_number(
     if not (math.isfinite(x) and above_low and below_high):
         closed = high_included and not math.isinf(high)
         interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if closed else ')'}"
-        raise ValueError(f"{name} must be in {interval}, got {value!r}{'; ' + why if why else ''}")
+        raise ValueError(f"{name} must be in {interval}, got {value!r}")
 
 
 def check_integer(name: str, value: object, low: int, high: float = math.inf, *, multiple: int = 1) -> None:

@@ -13,7 +13,7 @@ unchanged state where `all_finite` is False, and a report that says what was sen
 """
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, SendReport, dense_report
+from gcjax._core.compressor import Compressor, EmptyState, SendReport, dense_report
 from gcjax._core.error_feedback import CodecState, dense_codec, gather_mean, parameters_only
 from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
@@ -56,6 +56,7 @@ __all__ = [
     "Comm",
     "CompressState",
     "Compressor",
+    "EmptyState",
     "Exchanged",
     "Groups",
     "Message",

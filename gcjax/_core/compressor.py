@@ -1,8 +1,10 @@
 """What a method is: the protocol of a compressor, and what it reports."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
@@ -48,6 +50,23 @@ def dense_report(entries: int | Array, payload_bits: Array | float) -> SendRepor
     count, none = jnp.int32(entries), jnp.int32(0)
     bits = jnp.float32(payload_bits)
     return SendReport(count, count, none, none, count, jnp.float32(0), bits, bits)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EmptyState:
+    """State of a method that keeps nothing.
+
+    Attributes:
+      bucket: where the leaves lie. Static.
+    """
+
+    bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+    @property
+    def residual(self) -> Array:
+        """float32 of the bucket's shape, zero: what is not sent is dropped."""
+        return jnp.zeros(self.bucket.shape)
 
 
 InitFn = Callable[[Bucket], PyTree]

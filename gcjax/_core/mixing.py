@@ -1,7 +1,6 @@
 """What becomes of state per worker when the number of workers changes."""
 
 import dataclasses
-from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +65,6 @@ class Mixing:
         return jax.tree.map(weighted, tree)
 
 
-class Mixable(Protocol):
-    """A node of a worker's state, with the workers along axis 0 of its leaves."""
-
-    def mixed(self, mixing: Mixing) -> Any:
-        """What becomes of each of its fields."""
-
-
 def mix(tree: PyTree, mixing: Mixing) -> PyTree:
     """State per worker, each part as its class says; of what says nothing, floats as means and the rest as equal."""
 
@@ -85,4 +77,5 @@ def mix(tree: PyTree, mixing: Mixing) -> PyTree:
 
 
 def is_mixable(node: object) -> bool:
+    """Whether a node says by a method `mixed(mixing)` what becomes of its fields."""
     return hasattr(node, "mixed")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._kernels.bits import BLOCK, LANES, WORD, blocks_for
+from gcjax._kernels.bits import BLOCK, LANES, WORD, blocks_for, pack_planes, unpack_planes
 from gcjax._types import Array
 
 _OWN_BLOCKS = 8  # a leaf of so many blocks does not share any: at most an eighth of it is padding
@@ -202,6 +202,22 @@ def vector_bucket(size: int) -> Bucket:
     return Bucket((Segment(0, 0, size, 0, (size,)),))
 
 
+def pack_vector(values: Array, bits: int) -> Array:
+    """Integers below 2**bits, [n] -> uint32[packed_vector_size(n, bits)], the bit planes of the vector's bucket."""
+    bucket = vector_bucket(len(values))
+    return pack_planes(bucket.join([values.astype(jnp.uint32)]), bits, bucket.words)
+
+
+def unpack_vector(words: Array, bits: int, count: int) -> Array:
+    """The inverse of `pack_vector`: uint32[count]."""
+    return vector_bucket(count).split(unpack_planes(words, bits))[0]
+
+
+def packed_vector_size(count: int, bits: int) -> int:
+    """Words that `pack_vector` makes of `count` integers."""
+    return bits * vector_bucket(count).words if count else 0
+
+
 def has_own_blocks(size: int) -> bool:
     """Whether a leaf of `size` entries shares no block."""
     return size >= _OWN_BLOCKS * BLOCK or (size > 0 and size % BLOCK == 0)
@@ -215,3 +231,9 @@ def words_of(size: int) -> int:
 def concatenated(arrays: list[Array], axis: int = 0) -> Array:
     """`jnp.concatenate`; a single array as it is."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
+
+
+def split_vector(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Consecutive parts of a vector, in these shapes."""
+    parts = jnp.split(vector, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

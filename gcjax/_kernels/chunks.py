@@ -1,4 +1,4 @@
-"""Leaves cut into chunks, and the largest entries of every chunk.
+"""Leaves cut into chunks, the largest entries of every chunk, and sums of what workers sent of them.
 
 A matrix is cut into chunks of rows and columns. An axis is divided into the fewest equal parts of at most so many
 entries, the last one padded. A leaf with three or more axes is cut like a matrix with its last axis as columns, a
@@ -6,11 +6,14 @@ vector into chunks of one row, and one longer than chunk**2 like a matrix with r
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from gcjax._jax_compat import zeros
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._types import Array
 
@@ -37,6 +40,14 @@ class Chunks(NamedTuple):
         """Number of chunks."""
         return math.prod(self.grid)
 
+    def real_entries(self) -> np.ndarray:
+        """Entries of each chunk that are not padding, [down, across]."""
+        (_, columns), (down, across), (height, width) = self.shape, self.grid, self.chunk
+        rows, rest = divmod(self.segment.size, columns)  # of the last row of a vector, only the rest is there
+        of_rows = np.clip(rows - height * np.arange(down), 0, height)
+        of_full, of_last = (np.clip(x - width * np.arange(across), 0, width) for x in (columns, rest))
+        return of_rows[:, None] * of_full + (np.arange(down) == rows // height)[:, None] * of_last
+
     def divide(self, x: Array, fill: float = 0) -> Array:
         """The leaf, float32 of its shape -> [down, rows of a chunk, across, columns of a chunk], padded with `fill`."""
         (rows, columns), (down, across), (height, width) = self.shape, self.grid, self.chunk
@@ -51,9 +62,54 @@ class Chunks(NamedTuple):
         matrix = x.reshape(down * height, across * width)
         return matrix[:rows, :columns].reshape(-1)[: self.segment.size].reshape(self.segment.shape)
 
+    def to_rows(self, x: Array, fill: float = 0) -> Array:
+        """The leaf -> float32[chunks, entries of one], padded with `fill`."""
+        return self.divide(x, fill).swapaxes(1, 2).reshape(self.number, -1)
 
-def chunks_by_size(bucket: Bucket, chunk: int) -> dict[int, list[Chunks]]:
-    """Entries of a chunk, fewest first -> the leaves that are divided into chunks of this size.
+    def from_rows(self, x: Array) -> Array:
+        """The inverse of `to_rows`, of any shape with these entries."""
+        (down, across), (height, width) = self.grid, self.chunk
+        return self.unite(x.reshape(down, across, height, width).swapaxes(1, 2))
+
+
+class ChunkGroup(NamedTuple):
+    """The leaves of a bucket whose chunks have the same number of entries.
+
+    Attributes:
+      size: entries of a chunk.
+      leaves: how they are divided, in the order of `Bucket.segments`.
+    """
+
+    size: int
+    leaves: list[Chunks]
+
+    @property
+    def number(self) -> int:
+        """Number of chunks."""
+        return sum(leaf.number for leaf in self.leaves)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(chunks, entries of one)."""
+        return self.number, self.size
+
+    def by_leaf(self, x: Array) -> list[Array]:
+        """What lies in x for each leaf. The leading axis of x has equal parts for all chunks."""
+        each = len(x) // self.number
+        return jnp.split(x, np.cumsum([leaf.number * each for leaf in self.leaves])[:-1])
+
+    def flat(self, indices: Array) -> Array:
+        """Indices within the chunks, int32[chunks, k] -> int32[chunks * k], among all entries of the group."""
+        return jnp.ravel(indices + jnp.arange(self.number, dtype=jnp.int32)[:, None] * self.size)
+
+
+ByLeaf = Callable[[Chunks, Array], Array]
+# Of each sum: values and their places, of which none comes twice; None if the values are of all places.
+Sent = Sequence[tuple[Array | None, Array]]
+
+
+def chunk_groups(bucket: Bucket, chunk: int) -> list[ChunkGroup]:
+    """The groups of a bucket, smallest chunks first.
 
     Args:
       bucket: where the leaves lie.
@@ -68,12 +124,46 @@ def chunks_by_size(bucket: Bucket, chunk: int) -> dict[int, list[Chunks]]:
         grid = math.ceil(shape[0] / chunk), math.ceil(shape[1] / chunk)
         each = math.ceil(shape[0] / grid[0]), math.ceil(shape[1] / grid[1])
         by_size.setdefault(math.prod(each), []).append(Chunks(s, shape, grid, each))
-    return dict(sorted(by_size.items()))
+    return [ChunkGroup(size, leaves) for size, leaves in sorted(by_size.items())]
 
 
-def chunk_shapes(bucket: Bucket, chunk: int) -> list[tuple[int, int]]:
-    """(chunks, entries of one) for each size of chunks."""
-    return [(sum(leaf.number for leaf in leaves), size) for size, leaves in chunks_by_size(bucket, chunk).items()]
+def into_groups(leaves: Sequence[Array], bucket: Bucket, chunk: int, divide: ByLeaf) -> list[Array]:
+    """What `divide` makes of each leaf, joined for each of `chunk_groups`."""
+    of = dict(zip(bucket.segments, leaves, strict=True))
+    return [jnp.concatenate([divide(c, of[c.segment]) for c in g.leaves]) for g in chunk_groups(bucket, chunk)]
+
+
+def from_groups(parts: Sequence[Array], bucket: Bucket, chunk: int, unite: ByLeaf) -> tuple[Array, ...]:
+    """The bucket's leaves, which `unite` makes of their share of the groups' parts: the inverse of `into_groups`."""
+    of: dict[Segment, Array] = {}
+    for x, group in zip(parts, chunk_groups(bucket, chunk), strict=True):
+        of |= {leaf.segment: unite(leaf, part) for leaf, part in zip(group.leaves, group.by_leaf(x), strict=True)}
+    return tuple(of[s] for s in bucket.segments)
+
+
+def add_sent(sums: Sequence[Array], sent: Sent) -> list[Array]:
+    """The sums with what one worker sent of each."""
+    return [
+        x + value if place is None else x.at[place].add(value, unique_indices=True)
+        for x, (place, value) in zip(sums, sent, strict=True)
+    ]
+
+
+def sum_sent(payloads: Array, decode: Callable[[Array], Sent], sizes: Sequence[int], all_finite: Array) -> list[Array]:
+    """What all workers sent, added in the order of their numbers: float32[size] for each size; NaN unless `all_finite`.
+
+    Args:
+      payloads: of the workers, [workers, words].
+      decode: a worker's payload -> what it sent of each sum.
+      sizes: of the sums.
+      all_finite: bool.
+    """
+
+    def add(worker, sums):
+        return add_sent(sums, decode(payloads[worker]))
+
+    start = [zeros((size,), jnp.float32, payloads) + jnp.where(all_finite, 0.0, jnp.nan) for size in sizes]
+    return lax.fori_loop(0, len(payloads), add, start)
 
 
 def largest_of_rows(magnitudes: Array, k: int) -> Array:
@@ -92,11 +182,3 @@ def largest_of_rows(magnitudes: Array, k: int) -> Array:
     inside = jnp.take_along_axis(split, runs[:, :, None], axis=1).reshape(rows, -1)
     found = lax.top_k(inside, k)[1]
     return jnp.take_along_axis(runs, found // run, axis=1) * run + found % run
-
-
-def flat_positions(indices: list[Array], shapes: list[tuple[int, int]]) -> list[Array]:
-    """Indices within chunks, int32[chunks, k] for each size -> positions among all entries of these chunks."""
-    return [
-        jnp.ravel(index + jnp.arange(chunks, dtype=jnp.int32)[:, None] * size)
-        for index, (chunks, size) in zip(indices, shapes, strict=True)
-    ]

@@ -58,7 +58,7 @@ def check_is_array(path: tuple, leaf: object) -> None:
         )
 
 
-def layout_of(tree: PyTree, max_bucket: int | None = None) -> Layout:
+def layout_of(tree: PyTree) -> Layout:
     """The layout of a pytree of arrays or `jax.ShapeDtypeStruct`s.
 
     Raises TypeError, with the leaf's path, for a leaf that is no array or not of a real floating-point dtype.
@@ -75,9 +75,7 @@ def layout_of(tree: PyTree, max_bucket: int | None = None) -> Layout:
             )
         shapes.append(shape)
         dtypes.append(dtype)
-    return Layout(
-        treedef, tuple(shapes), tuple(dtypes), _fill(shapes, bucket_limit.get() if max_bucket is None else max_bucket)
-    )
+    return Layout(treedef, tuple(shapes), tuple(dtypes), _fill(shapes, bucket_limit.get()))
 
 
 def _fill(shapes: list[tuple[int, ...]], max_bucket: int) -> tuple[Bucket, ...]:

@@ -167,9 +167,13 @@ def _checked_loss(options: Options, params: PyTree, batch: PyTree) -> tuple[Arra
         raise TypeError(
             f"loss_fn returned a {type(value).__name__}; return one scalar, or (loss, aux) with has_aux=True"
         )
+    check_scalar_loss(value)
+    return value, aux
+
+
+def check_scalar_loss(value: Array) -> None:
+    """Raise unless what a loss returned is a real floating scalar."""
     if jnp.shape(value) != ():
         raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(value)}; take the mean over the samples")
-    dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"loss_fn must return a real floating scalar, got dtype {dtype}")
-    return value, aux
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise TypeError(f"loss_fn must return a real floating scalar, got dtype {jnp.result_type(value)}")

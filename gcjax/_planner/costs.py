@@ -32,11 +32,6 @@ def measure_costs(progress: Progress | None = None, names: Iterable[str] | None 
     return CostStore().measured(progress, names)
 
 
-def known_costs(names: Iterable[str], progress: Progress | None = None) -> dict[str, Cost]:
-    """The costs of standard methods on this device. Those that the file lacks are measured."""
-    return CostStore().known(names, progress)
-
-
 def cost_file() -> Path:
     """Where costs are kept by default."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcjax" / "costs.json"

@@ -103,23 +103,19 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Cost:
     return Cost(*map(float, best))
 
 
-def update_seconds(
-    method: Method, params: PyTree, workers: int, density: float = DENSITY, repeats: int = REPEATS
-) -> float:
-    """Seconds of one update on this device: the shortest of `repeats` updates from the same state.
+def update_seconds(method: Method, params: PyTree, workers: int) -> float:
+    """Seconds of one update on this device: the shortest of `REPEATS` updates from the same state.
 
-    The gradient is normal. The squares are such that a share `density` of the entries passes the variance criterion.
+    The gradient is normal. The squares are such that a share `DENSITY` of the entries passes the variance criterion.
 
     Args:
       method: the method.
       params: arrays or `jax.ShapeDtypeStruct`s.
       workers: number of workers, simulated.
-      density: see above.
-      repeats: number of updates.
     """
     entries = sum(x.size for x in jax.tree.leaves(params))
     tx = method.make(entries)
-    squares = max(NormalDist().inv_cdf(1 - density / 2), 1e-6) ** 2
+    squares = max(NormalDist().inv_cdf(1 - DENSITY / 2), 1e-6) ** 2
 
     @jax.jit
     def start(key: Array, zeros: Array) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
@@ -145,7 +141,7 @@ def update_seconds(
     )
     used = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(fresh)
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         arguments = jax.block_until_ready(refill(used, fresh))
         begin = time.perf_counter()
         used = list(jax.block_until_ready(step(*arguments, extra, zeros)))

@@ -20,6 +20,12 @@ from gcjax._comm.simulated import Transfer, arriving_bytes
 
 EFFICIENCY = 1448 / 1514  # TCP's payload in a full Ethernet frame: 0.956
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+SPEEDS = {
+    prefix + unit: factor * (8 if unit == "B/s" else 1)
+    for prefix, factor in PREFIXES.items()
+    for unit in ("bit", "bit/s", "bps", "b/s", "B/s")
+    if prefix != "B"
+}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "": 1.0}
 _NUMBER = r"\s*(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*"
 
@@ -125,37 +131,31 @@ def as_link(name: str, value: Link | str | float, latency: float) -> Link:
     if isinstance(value, Link):
         return value
     good = 'such as "1Gbit", "100Mbit", "50GB/s" or a number of bits per second'
-    if not isinstance(value, str):
-        return Link(_positive(name, value, good), latency)
-    found = re.fullmatch(_NUMBER + r"([kKMGT]?)(bit|bit/s|bps|b/s|B/s)", value)
-    if not found:
-        raise ValueError(f"{name} must be a speed {good}, got {value!r}")
-    bits = float(found[1]) * PREFIXES[found[2]] * (8 if found[3] == "B/s" else 1)
-    return Link(_positive(name, bits, good), latency)
+    return Link(_amount(name, value, "a speed", good, SPEEDS), latency)
 
 
 def as_seconds(name: str, value: str | float) -> float:
     """Seconds from a number of seconds or a text like "300ms". Raises as `as_link`."""
     good = 'such as "0.3s", "300ms", "50us" or a number of seconds'
-    found = re.fullmatch(_NUMBER + r"(s|ms|us|µs|)", value) if isinstance(value, str) else None
-    if isinstance(value, str) and not found:
-        raise ValueError(f"{name} must be a time {good}, got {value!r}")
-    return _positive(name, float(found[1]) * TIMES[found[2]] if found else value, good, zero=True)
+    return _amount(name, value, "a time", good, TIMES, zero=True)
 
 
 def as_count(name: str, value: str | float) -> int:
     """A whole number from a number or a text like "25.6M". Raises as `as_link`."""
     good = 'such as "25.6M" or 25_600_000'
-    found = re.fullmatch(_NUMBER + r"([kKMGBT]?)", value) if isinstance(value, str) else None
-    if isinstance(value, str) and not found:
-        raise ValueError(f"{name} must be a number {good}, got {value!r}")
-    count = _positive(name, float(found[1]) * PREFIXES[found[2]] if found else value, good)
+    count = _amount(name, value, "a number", good, PREFIXES)
     if count < 1 or round(count, 3) != round(count):
         raise ValueError(f"{name} must be a whole number {good}, got {value!r}")
     return round(count)
 
 
-def _positive(name: str, value: object, good: str, zero: bool = False) -> float:
+def _amount(name: str, value: str | float, kind: str, good: str, units: dict[str, float], zero: bool = False) -> float:
+    """A positive number, or zero if allowed, from a number or from a text with one of the units."""
+    if isinstance(value, str):
+        found = re.fullmatch(_NUMBER + f"({'|'.join(units)})", value)
+        if not found:
+            raise ValueError(f"{name} must be {kind} {good}, got {value!r}")
+        value = float(found[1]) * units[found[2]]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {good}, got {value!r}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):

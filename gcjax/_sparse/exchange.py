@@ -5,11 +5,15 @@ XLA has no gather of varying size. So the largest number of entries on any worke
 selected than the largest capacity holds, the largest entries are sent and the others stay with the caller.
 """
 
+import math
+from collections.abc import Callable, Sequence
+
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
 from gcjax._kernels.bits import WORD, count_bits, position_of
+from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, move, start_of_mean
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState
@@ -47,6 +51,19 @@ def default_capacities(entries: int) -> tuple[int, ...]:
     (256, 250112)
     """
     return capacities_for(tuple(ladder(-(-entries // SMALLEST), -(-entries // LARGEST))))
+
+
+def capacities_around(
+    count: Callable[[Bucket], int], shares: Sequence[float], capacity: int | tuple[int, ...] | None
+) -> Callable[[Bucket], int | tuple[int, ...]]:
+    """From a bucket to `capacity`, or if that is None to these shares of the wanted count, at most all entries."""
+
+    def capacities(bucket):
+        if capacity is not None:
+            return capacity
+        return tuple(min(math.ceil(share * count(bucket)), bucket.entries) for share in shares)
+
+    return capacities
 
 
 def exchange(message: Message, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:

@@ -10,7 +10,23 @@ from gcjax._comm.collectives import axis_tuple, sharded_dimensions
 from gcjax._core.per_worker import is_per_worker
 from gcjax._core.state import compress_states
 from gcjax._kernels.layout import check_is_array, path_name
-from gcjax._types import PyTree
+from gcjax._types import AxisNames, PyTree
+from gcjax._validation import check_integer
+
+
+def checked_axes(mesh: jax.sharding.Mesh, axis_name: AxisNames, accumulate: int) -> tuple[str, ...]:
+    """The worker axes of a training step, after checking its arguments.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or `accumulate` is below 1.
+      TypeError: `accumulate` is not an int.
+    """
+    axes = axis_tuple(axis_name)
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing or not axes:
+        raise ValueError(f"axis_name={axis_name!r} must name axes of the mesh, which has {tuple(mesh.shape)}")
+    check_integer("accumulate", accumulate, 1)
+    return axes
 
 
 def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:

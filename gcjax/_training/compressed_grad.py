@@ -13,11 +13,10 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
-from gcjax._training.checks import check_batch
+from gcjax._training.checks import check_batch, checked_axes
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
-from gcjax._training.sharding import distribute, init_sharded, state_specs
-from gcjax._training.step import checked_axes
+from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_random_key
 
@@ -100,7 +99,7 @@ def compressed_value_and_grad(
     """
     axes = checked_axes(mesh, axis_name, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
-    for spec in jax.tree.leaves(param_specs, is_leaf=_is_spec):
+    for spec in jax.tree.leaves(param_specs, is_leaf=is_spec):
         _check_param_spec(spec, mesh, axes)
     gradient = batch_gradient(uniform_loss(loss_fn, has_aux), moments, has_aux, axes)
     return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
@@ -137,7 +136,7 @@ class CompressedGrad:
     def init(self, params: PyTree) -> PyTree:
         """The state of `tx` before the first step, on the mesh."""
         self._check_sharding(params)
-        specs = jax.tree.leaves(self._param_specs, is_leaf=_is_spec)
+        specs = jax.tree.leaves(self._param_specs, is_leaf=is_spec)
         if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
             return init_sharded(self._tx, params, self._mesh, self._param_specs)
         return distribute(self._tx.init(params), self._mesh)
@@ -160,8 +159,8 @@ class CompressedGrad:
         )
         loss, stacked, of_samples, averaged = local(params, jax.tree.map(self._split_over_workers, batch), key)
         # In a second shard_map, over all axes, each shard of the parameters is compressed by itself.
-        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=_is_spec)
-        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=_is_spec)
+        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
+        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=is_spec)
         specs = state_specs(state, params, param_specs)
         grads, state = jax.shard_map(
             self._compress,
@@ -249,13 +248,9 @@ class CompressedGrad:
                     "it: pass param_specs=jax.tree.map(lambda x: x.sharding.spec, params)"
                 )
 
-        specs = jax.tree.broadcast(self._param_specs, params, is_leaf=_is_spec)
+        specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
         jax.tree_util.tree_map_with_path(check, params, specs)
 
     def _dimensions(self, spec: PartitionSpec) -> list:
         """The dimensions that are really sharded, and over which axes."""
         return sharded_dimensions(spec, tuple(name for name, size in self._mesh.shape.items() if size > 1))
-
-
-def _is_spec(node: object) -> bool:
-    return isinstance(node, PartitionSpec)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gcjax._jax_compat import tracks_variation, varying_axes, zeros
 from gcjax._moments.api import whole_batch_aux
+from gcjax._moments.problem import check_scalar_loss
 from gcjax._training.frozen import merge_params
 from gcjax._training.local import as_local
 from gcjax._types import Array, PyTree
@@ -83,10 +84,7 @@ def _kind(out: object) -> str:
 def _check_loss_value(value: Any) -> None:
     if isinstance(value, tuple | list | dict):
         raise TypeError(f"loss_fn must return one scalar, got {_kind(value)}. {_RETURNS}")
-    if jnp.shape(value) != ():
-        raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(value)}; take the mean over the samples")
-    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise TypeError(f"loss_fn must return a real floating scalar, got dtype {jnp.result_type(value)}")
+    check_scalar_loss(value)
 
 
 def _check_model_state(old: PyTree, new: PyTree) -> None:

@@ -38,7 +38,7 @@ def state_specs(state: PyTree, params: PyTree = (), param_specs: PyTree = ()) ->
       P('data',) P()
     """
     _reject_split(state)
-    specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=_is_spec), is_leaf=_is_spec)
+    specs = jax.tree.leaves(jax.tree.broadcast(param_specs, params, is_leaf=is_spec), is_leaf=is_spec)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     places = {path: (jnp.shape(leaf), spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
 
@@ -80,7 +80,7 @@ def init_sharded(
       >>> print(state.report.axes)
       ('host', 'chip')
     """
-    leaf_specs = jax.tree.broadcast(param_specs, params, is_leaf=_is_spec)
+    leaf_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
     found = []
 
     def record_specs(params):  # a traced init tells the structure of the state, and with it the specs
@@ -190,5 +190,5 @@ def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def _is_spec(node: object) -> bool:
+def is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)

@@ -25,29 +25,30 @@ _LIMIT = 1 << 30  # larger integers could overflow int32
 _STRIDE = 0x9E3779B1  # prime, near 2**32 / golden ratio: neighbouring places get distant numbers
 
 
-def encode(x: Array, scale: ArrayLike, bits: int, key: Array, words: int | None = None) -> Array:
-    """Every entry's lattice point, modulo 2**bits.
+def lattice_points(x: Array, scale: ArrayLike, key: Array) -> tuple[Array, Array]:
+    """Every entry's lattice point scale * z, with z one of the two integers around x / scale, drawn to have the mean x.
 
-    The point is scale * z, where z is one of the two integers around x / scale, drawn so that the mean of the point is
-    x. The error is below `scale`. Two senders with the same key and scale draw alike: equal entries give equal points.
+    The error is below `scale`. Two senders with the same key and scale draw alike: equal entries give equal points.
 
     Args:
       x: float32[blocks, 32, 128], zero where it is padding.
       scale: float32, positive, a scalar or one that broadcasts to x; the receiver must know it. Powers of two make
         scale * z exact.
-      bits: 4 to 16.
       key: random key.
-      words: mask words that are used; None for all.
 
     Returns:
-      uint32[1 + bits * words], the checksum first. If an entry is not finite or not below 2**30 scales, `decode`
-      rejects the checksum.
+      z, int32 of the shape of x, and a bool: whether all entries are finite and below 2**30 scales.
     """
-    return encode_points(*lattice_points(x, scale, key), bits, words)
+    share = x / scale
+    low = jnp.floor(share)
+    return _as_integers(low + (uniform(key, _places(x)) < share - low))
 
 
-def encode_points(points: Array, in_range: Array, bits: int, words: int | None = None) -> Array:
-    """The words that carry the result of `lattice_points`."""
+def encode_points(points: Array, in_range: Array, bits: int, words: int) -> Array:
+    """The result of `lattice_points` modulo 2**bits: uint32[1 + bits * words], the checksum first.
+
+    Unless `in_range`, `decode` rejects the checksum. `bits` is 4 to 16; `words` are the mask words that are used.
+    """
     check_integer("bits", bits, 4, 16)
     checksum = _checksum(points)
     checksum = jnp.where(in_range, checksum, ~checksum)
@@ -58,11 +59,11 @@ def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple
     """Recover the sent points: of all points with these low bits, the ones nearest to the receiver's own vector.
 
     Args:
-      words: as `encode` returns them.
+      words: as `encode_points` returns them.
       reference: float32[blocks, 32, 128], the receiver's own vector. Decoding is certain to be right while
         |x - reference| <= margin(scale, bits).
-      scale: as given to `encode`.
-      bits: as given to `encode`.
+      scale: as given to `lattice_points`.
+      bits: as given to `encode_points`.
 
     Returns:
       float32[blocks, 32, 128], and a bool: whether the checksum agrees. If it does not, the values are meaningless.
@@ -73,13 +74,6 @@ def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple
     unused = 32 - bits
     points = nearest + (((sent - nearest) << unused) >> unused)  # the difference as a signed number of `bits` bits
     return points.astype(jnp.float32) * scale, in_range & (_checksum(points) == words[0])
-
-
-def lattice_points(x: Array, scale: ArrayLike, key: Array) -> tuple[Array, Array]:
-    """The integers z of `encode`, int32[blocks, 32, 128], and a bool: whether all of them are in range."""
-    share = x / scale
-    low = jnp.floor(share)
-    return _as_integers(low + (uniform(key, _places(x)) < share - low))
 
 
 def margin(scale: Array | float, bits: int) -> Array | float:

@@ -12,8 +12,10 @@ from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import tracks_variation, vary, varying_axes
+from gcjax._jax_compat import tracks_variation, vary, vary_like, varying_axes
+from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
+from gcjax._training.frozen import merge_params
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer
 from gcjax.gossip._state import GossipState, Traffic
@@ -85,11 +87,8 @@ def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
 
 def leaves_of(layout: Layout, vectors: Sequence[Array]) -> list[tuple[Array, ...]]:
     """The inverse of `vectors_of`, of float32[bucket.entries] for each bucket."""
-    result = []
-    for bucket, vector in zip(layout.buckets, vectors, strict=True):
-        parts = jnp.split(vector, np.cumsum([s.size for s in bucket.segments])[:-1])
-        result.append(tuple(x.reshape(s.shape) for s, x in zip(bucket.segments, parts, strict=True)))
-    return result
+    pairs = zip(layout.buckets, vectors, strict=True)
+    return [tuple(split_vector(vector, [s.shape for s in bucket.segments])) for bucket, vector in pairs]
 
 
 def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
@@ -146,10 +145,10 @@ def periodic_exchange(
                 own = flatten(layout, part(params))
                 result = exchange.run(ExchangeInput(layout, own, local, number, axes, workers, rank), method)
                 total, method = unflatten(layout, jax.tree.map(jnp.add, local, result.changes)), result.method
-                updates = jax.tree.map(_unless_masked, total, whole, is_leaf=_is_masked)
+                updates = merge_params(total, whole)
                 words = words + jnp.asarray(result.words, jnp.uint32)
                 took_part, failed = took_part | result.took_part, failed | result.failed
-            return jax.tree.map(_typed_like, (updates, traffic.after(words, took_part, failed), method), old)
+            return jax.tree.map(vary_like, (updates, traffic.after(words, took_part, failed), method), old)
 
         # Typed as varying even where equal, because scan and cond need types to stay the same.
         over = axes if tracks_variation(axes) else ()
@@ -164,18 +163,6 @@ def periodic_exchange(
         return updates, GossipState(state.step + 1, PerWorker.pack(traffic, axes), method)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
-def _unless_masked(new: Any, old: Any) -> Any:
-    return old if _is_masked(new) else new
-
-
-def _typed_like(new: Array, old: Array) -> Array:
-    return vary(new, varying_axes(old))
 
 
 def _check_params(layout: Layout, params: PyTree, axes: tuple[str, ...]) -> None:

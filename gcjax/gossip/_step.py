@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
+from gcjax._training.checks import checked_axes
 from gcjax._training.sharding import distribute
-from gcjax._training.step import Metrics, TrainState, TrainStep, checked_axes
+from gcjax._training.step import Metrics, TrainState, TrainStep
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_random_key
 from gcjax.gossip._state import find_gossip_state, pack_leaves, unpack_leaves

@@ -19,7 +19,6 @@ a matrix with its last axis as columns. The sum is kept as coefficients: the sam
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +26,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import packed_size
-from gcjax._kernels.chunks import Chunks, chunk_shapes, chunks_by_size, flat_positions, largest_of_rows
+from gcjax._kernels.buckets import split_vector
+from gcjax._kernels.chunks import ChunkGroup, Chunks, chunk_groups, from_groups, into_groups, largest_of_rows, sum_sent
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
-    Mixing,
-    Segment,
     bits_float,
     compress,
     dense_report,
@@ -67,10 +64,7 @@ class DemoState:
     @property
     def residual(self) -> Array:
         """float32 of the bucket's shape, delta."""
-        return self.bucket.join(_leaves(self.coefficients, self.bucket, self.chunk))
-
-    def mixed(self, mixing: Mixing) -> "DemoState":
-        return dataclasses.replace(self, coefficients=mixing.means(self.coefficients))
+        return self.bucket.join(from_groups(self.coefficients, self.bucket, self.chunk, _inverse))
 
 
 def demo_compress(
@@ -106,9 +100,6 @@ def demo_compress(
         among its static_args).
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, or a decay out of range.
       TypeError: for a `top_k` or `chunk` that is not an int.
@@ -129,55 +120,49 @@ def demo_compress(
     check_number("decay", decay, 0.0, 1.0, low_included=True)
 
     def init(bucket: Bucket) -> DemoState:
-        return DemoState(tuple(jnp.zeros(shape).reshape(-1) for shape in chunk_shapes(bucket, chunk)), chunk, bucket)
+        return DemoState(tuple(jnp.zeros(g.shape).reshape(-1) for g in chunk_groups(bucket, chunk)), chunk, bucket)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        shapes = chunk_shapes(bucket, chunk)
-        taken = _coefficients(gradient, bucket, chunk)
+        groups = chunk_groups(bucket, chunk)
+        taken = into_groups(gradient, bucket, chunk, _transform)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
         delta = [
             jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)
         ]
-        indices = [largest_of_rows(jnp.abs(x).reshape(shape), top_k) for x, shape in zip(delta, shapes, strict=True)]
-        at = flat_positions(indices, shapes)
+        indices = [largest_of_rows(jnp.abs(x).reshape(g.shape), top_k) for x, g in zip(delta, groups, strict=True)]
+        at = [g.flat(found) for g, found in zip(groups, indices, strict=True)]
         values = [x[positions] for x, positions in zip(delta, at, strict=True)]
         index = jnp.concatenate([jnp.ravel(found) for found in indices])
         payload = jnp.concatenate([pack_uint(index, INDEX_BITS), float_bits(jnp.concatenate(values))])
-        mean = _mean(comm.gather(payload), [found.shape for found in indices], shapes, all_finite)
+        payloads = comm.gather(payload)
+        shapes = [found.shape for found in indices]
+
+        def decode(payload):
+            return _decode(payload, len(payloads), groups, shapes)
+
+        mean = sum_sent(payloads, decode, [math.prod(g.shape) for g in groups], all_finite)
         kept = tuple(
             x.at[positions].set(jnp.where(all_finite, 0, value), unique_indices=True)
             for x, positions, value in zip(delta, at, values, strict=True)
         )
         report = dense_report(len(index), (INDEX_BITS + 32) * len(index))
-        return _leaves(mean, bucket, chunk), DemoState(kept, chunk, bucket), report
+        return from_groups(mean, bucket, chunk, _inverse), DemoState(kept, chunk, bucket), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
-def _mean(
-    payloads: Array, sent_shapes: list[tuple[int, ...]], shapes: list[tuple[int, int]], all_finite: Array
-) -> Sequence[Array]:
-    """The mean of the coefficients, with the workers added in the order of their numbers; NaN unless `all_finite`."""
-    counts = [math.prod(shape) for shape in sent_shapes]
-    bounds = np.cumsum(counts)[:-1]
+def _decode(
+    payload: Array, workers: int, groups: list[ChunkGroup], shapes: list[tuple[int, ...]]
+) -> list[tuple[Array, Array]]:
+    """Positions and values of one worker's coefficients, the values divided by the number of workers."""
+    counts = [math.prod(shape) for shape in shapes]
     words = packed_size(sum(counts), INDEX_BITS)
-
-    def add(worker, mean):
-        payload = payloads[worker]
-        index = unpack_uint(payload[:words], INDEX_BITS, sum(counts)).astype(jnp.int32)
-        indices = [part.reshape(shape) for part, shape in zip(jnp.split(index, bounds), sent_shapes, strict=True)]
-        values = jnp.split(bits_float(payload[words:]) / len(payloads), bounds)
-        return [
-            x.at[positions].add(value, unique_indices=True)
-            for x, positions, value in zip(mean, flat_positions(indices, shapes), values, strict=True)
-        ]
-
-    start = [
-        zeros((math.prod(shape),), jnp.float32, payloads) + jnp.where(all_finite, 0.0, jnp.nan) for shape in shapes
-    ]
-    return lax.fori_loop(0, len(payloads), add, start)
+    indices = split_vector(unpack_uint(payload[:words], INDEX_BITS, sum(counts)).astype(jnp.int32), shapes)
+    values = split_vector(bits_float(payload[words:]) / workers, [(count,) for count in counts])
+    places = [group.flat(found) for group, found in zip(groups, indices, strict=True)]
+    return list(zip(places, values, strict=True))
 
 
 def _cosines(n: int) -> tuple[np.ndarray, float]:
@@ -191,31 +176,16 @@ def _cosines(n: int) -> tuple[np.ndarray, float]:
     return matrix, 2.0 ** math.ceil(math.log2(n) / 2)
 
 
-def _coefficients(leaves: Sequence[Array], bucket: Bucket, chunk: int) -> list[Array]:
-    """The bucket's leaves -> for each chunk size the coefficients, float32[chunks * size]."""
-    of = dict(zip(bucket.segments, leaves, strict=True))
-    parts = [[_transform(of[c.segment], c) for c in chunks] for chunks in chunks_by_size(bucket, chunk).values()]
-    return [jnp.concatenate(part) for part in parts]
-
-
-def _leaves(coefficients: Sequence[Array], bucket: Bucket, chunk: int) -> tuple[Array, ...]:
-    """The inverse of `_coefficients`."""
-    of: dict[Segment, Array] = {}
-    for values, (size, leaves) in zip(coefficients, chunks_by_size(bucket, chunk).items(), strict=True):
-        bounds = np.cumsum([leaf.number * size for leaf in leaves])[:-1]
-        for leaf, part in zip(leaves, jnp.split(values, bounds), strict=True):
-            of[leaf.segment] = _inverse(part, leaf)
-    return tuple(of[s] for s in bucket.segments)
-
-
-def _transform(x: Array, leaf: Chunks) -> Array:
+def _transform(leaf: Chunks, x: Array) -> Array:
+    """The coefficients of a leaf, float32[chunks * size]."""
     height, width = leaf.chunk
     (first, unit), (second, other) = _cosines(width), _cosines(height)
     x = _times(leaf.divide(x), first.T / unit)
     return _times(x.transpose(0, 2, 3, 1), second.T / other).reshape(-1)
 
 
-def _inverse(coefficients: Array, leaf: Chunks) -> Array:
+def _inverse(leaf: Chunks, coefficients: Array) -> Array:
+    """The inverse of `_transform`."""
     (down, across), (height, width) = leaf.grid, leaf.chunk
     (first, unit), (second, other) = _cosines(width), _cosines(height)
     x = _times(coefficients.reshape(down, across, width, height), second * other)

@@ -6,19 +6,16 @@ all-to-all of such bits, with which every worker gets one of as many equal piece
 zeros; then an all-gather of the pieces' means, rounded again.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gcjax._types import Array, AxisNames
+from gcjax._kernels.buckets import split_vector
+from gcjax._types import AxisNames
 from gcjax._validation import check_choice, check_transport
 from gcjax.extend import (
-    Bucket,
     Compressor,
-    Mixing,
+    EmptyState,
     add_decoded,
     compress,
     dense_report,
@@ -27,27 +24,6 @@ from gcjax.extend import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DenseState:
-    """Nothing is kept.
-
-    Attributes:
-      bucket: where the leaves lie. Static.
-    """
-
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    @property
-    def residual(self) -> Array:
-        """float32 of the bucket's shape, zero."""
-        return jnp.zeros(self.bucket.shape)
-
-    def mixed(self, mixing: Mixing) -> "DenseState":
-        del mixing
-        return self
 
 
 def dense_compress(
@@ -66,9 +42,6 @@ def dense_compress(
       transport: of 16-bit values: to every other worker ("all_gather"); to their owner and from it to all, half of that
         with 4 workers ("two_phase"); or "auto" for the one that moves fewer bytes, two phases from 3 workers on.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for another dtype; for a transport of float32 values, which are all-reduced.
@@ -113,11 +86,9 @@ def dense_compress(
             mean, bits = comm.mean(tuple(gradient)), 32 * entries
         else:
             flat, sent = mean_of_rounded(jnp.concatenate([g.reshape(-1) for g in gradient]), comm, all_finite)
-            parts = jnp.split(flat, np.cumsum([g.size for g in gradient])[:-1])
-            mean, bits = [part.reshape(g.shape) for part, g in zip(parts, gradient, strict=True)], 16 * sent
+            mean, bits = split_vector(flat, [g.shape for g in gradient]), 16 * sent
         report = dense_report(entries, bits)
         return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
-    return compress(
-        Compressor(DenseState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
-    )
+    method = Compressor(EmptyState, update)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

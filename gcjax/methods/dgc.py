@@ -116,9 +116,6 @@ def dgc_compress(
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a value out of range, also of a schedule.
       TypeError: for an argument of the wrong type.

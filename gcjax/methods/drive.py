@@ -27,7 +27,7 @@ import optax
 from jax import lax
 
 from gcjax._kernels.bits import WORD, to_unit
-from gcjax._kernels.buckets import vector_bucket
+from gcjax._kernels.buckets import pack_vector, packed_vector_size, unpack_vector
 from gcjax._kernels.hashing import hash_words, seed_words
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_flag, check_integer, check_random_key
@@ -37,9 +37,7 @@ from gcjax.extend import (
     compress,
     dense_codec,
     float_bits,
-    pack_planes,
     unpack_mask,
-    unpack_planes,
 )
 
 BLOCKS = (256, 1024, 4096, 16384)  # blocks of 64 had ten times the bias of 256
@@ -96,12 +94,8 @@ def drive_compress(
       block: largest block that is rotated: 256, 1024, 4096 or 16384 entries. Smaller leaves have smaller blocks.
       feedback: keep what was not sent, and send it later.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
-        unless the leaves are small.
+      transport: as in `gcjax.ef_sign_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for an unsupported number of bits, block size or transport.
@@ -147,7 +141,7 @@ def drive_compress(
         for d, numbers in _leaves_by_block(bucket, block).items():
             counts = [math.ceil(bucket.segments[i].size / d) for i in numbers]
             end = begin + sum(counts)
-            planes = payload[end : end + (bits * vector_bucket(sum(counts) * d).words if d > 1 else 0)]
+            planes = payload[end : end + (packed_vector_size(sum(counts) * d, bits) if d > 1 else 0)]
             y = _decode_blocks(bits_float(payload[begin:end]), planes, d, bits)
             for i, piece in zip(numbers, jnp.split(y, np.cumsum(counts)[:-1]), strict=True):
                 leaves[i] = piece.reshape(-1)[: bucket.segments[i].size]
@@ -183,8 +177,7 @@ def _encode_blocks(x: Array, bits: int, feedback: bool) -> tuple[Array, Array]:
     # z is sqrt(d) Rx in this unit, and the decoder applies sqrt(d) times the inverse of R.
     scale = product / (d * _sums(q * q)) if feedback else energy / (d * jnp.where(product > 0, product, 1))
     code = (level | jnp.where(z < 0, jnp.uint32(1 << (bits - 1)), 0)).reshape(-1)
-    packing = vector_bucket(len(code))
-    return (scale / unit)[:, 0], pack_planes(packing.join([code]), bits, packing.words)
+    return (scale / unit)[:, 0], pack_vector(code, bits)
 
 
 def _sums(x: Array) -> Array:
@@ -196,7 +189,7 @@ def _decode_blocks(scale: Array, planes: Array, d: int, bits: int) -> Array:
     if d == 1:
         return scale[:, None]
     sign = 1 << (bits - 1)
-    (code,) = vector_bucket(len(scale) * d).split(unpack_planes(planes, bits))
+    code = unpack_vector(planes, bits, len(scale) * d)
     q = _look_up(code & (sign - 1), LEVELS[bits])
     return _hadamard(jnp.where(code & sign != 0, -q, q).reshape(-1, d)) * scale[:, None]
 

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from gcjax._kernels.hashing import scatter_positions
+from gcjax._sparse.exchange import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_number
@@ -72,9 +73,6 @@ def drop_compress(
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density or capacity out of range.
       TypeError: for an argument of another type.
@@ -97,20 +95,13 @@ def drop_compress(
     def select(a, step, bucket):
         return pack_mask(jnp.abs(a) >= (_of_leaves if layer_wise else _of_all)(a, step, bucket, density))
 
-    def capacities(bucket):
-        if capacity is not None:
-            return capacity
-        wanted = count_for_density(density, bucket.entries)
+    def wanted(bucket):
         if layer_wise:
-            wanted = sum(math.ceil(density * s.size) for s in bucket.segments)
-        return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
+            return sum(math.ceil(density * s.size) for s in bucket.segments)
+        return count_for_density(density, bucket.entries)
 
-    return compress(
-        sparse_method(select, capacities, transport),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _of_all(a: Array, step: Array, bucket: Bucket, density: float) -> Array:

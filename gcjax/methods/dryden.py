@@ -13,12 +13,11 @@ each hop; here every worker gets every message as it is, or owners quantise thei
 entries are sent and the others stay in the residual; the means are still those of all selected entries.
 """
 
-import math
-
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import pack_two, to_unit
+from gcjax._sparse.exchange import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_number
@@ -85,9 +84,6 @@ def dryden_compress(
       transport, wire: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density or capacity out of range.
 
@@ -109,6 +105,11 @@ def dryden_compress(
     check_wire(wire, 1)
     code = class_mean_code()
 
+    def wanted(bucket):
+        return count_for_density(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
+
+    capacities = capacities_around(wanted, CAPACITIES, capacity)
+
     def init(bucket: Bucket) -> SparseState:
         no_means = (jnp.zeros(len(bucket.segments)),) * 2
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=no_means)
@@ -118,18 +119,12 @@ def dryden_compress(
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
         mask, means = _select(a, density, bucket, state.step)
-        capacities = capacities_for(_default_capacities(density, bucket) if capacity is None else capacity)
-        message = Message(a, mask, code, bucket, capacities, float_bits(means), wire=wire)
+        message = Message(a, mask, code, bucket, capacities_for(capacities(bucket)), float_bits(means), wire=wire)
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
-
-
-def _default_capacities(density: float, bucket: Bucket) -> tuple[int, ...]:
-    wanted = count_for_density(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
-    return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
 
 
 def _select(a: Array, density: float, bucket: Bucket, step: Array) -> tuple[Array, Array]:

@@ -30,7 +30,6 @@ from gcjax.extend import (
     Compressor,
     CompressState,
     Message,
-    Mixing,
     TransportState,
     capacities_for,
     compress,
@@ -73,9 +72,6 @@ class ChangeState:
         """float32 of the bucket's shape, zero: nothing waits. The next gradient replaces what was not sent of this."""
         return jnp.zeros(self.bucket.shape)
 
-    def mixed(self, mixing: Mixing) -> "ChangeState":
-        return dataclasses.replace(self, known=mixing.means(self.known))
-
 
 def ef21_compress(
     density: float,
@@ -105,9 +101,6 @@ def ef21_compress(
     Args:
       density: share of the entries to send, in (0, 1].
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for a density out of range.

@@ -57,9 +57,6 @@ def ef_sign_compress(
         unless the leaves are small.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for an unknown transport.
 

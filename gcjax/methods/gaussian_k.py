@@ -11,13 +11,13 @@ float32 values, in the compact form of `gcjax._sparse.wire`.
 overflow the largest entries are sent; the others stay in the residual. (3) Zeros are never sent.
 """
 
-import math
 import statistics
 
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import TINY, count_bits, to_unit
+from gcjax._sparse.exchange import capacities_around
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_number
 from gcjax.extend import (
@@ -71,9 +71,6 @@ def gaussian_k_compress(
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density or capacity out of range.
       TypeError: for an argument of another type.
@@ -98,18 +95,11 @@ def gaussian_k_compress(
         x, threshold = _normal_threshold(a, bucket, quantile)
         return _adjusted_mask(x, threshold, count_for_density(density, bucket.entries))
 
-    def capacities(bucket):
-        if capacity is not None:
-            return capacity
-        k = count_for_density(density, bucket.entries)
-        return tuple(min(math.ceil(share * k), bucket.entries) for share in CAPACITIES)
+    def wanted(bucket):
+        return count_for_density(density, bucket.entries)
 
-    return compress(
-        sparse_method(select, capacities, transport),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array, Array]:

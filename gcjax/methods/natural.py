@@ -51,12 +51,8 @@ def natural_compress(
 
     Args:
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
-        unless the leaves are small.
+      transport: as in `gcjax.ef_sign_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for an unknown transport.

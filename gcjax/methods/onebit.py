@@ -30,7 +30,7 @@ from jax import lax
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import WORD, count_bits
 from gcjax._types import Array, ArrayLike, AxisNames
-from gcjax.extend import Bucket, Comm, Compressor, Mixing, Segment, bits_float, compress, dense_report, float_bits
+from gcjax.extend import Bucket, Comm, Compressor, Segment, bits_float, compress, dense_report, float_bits
 
 COLUMN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits per entry
 _UNROLLED = 16  # workers whose columns are added in one pass
@@ -55,9 +55,6 @@ class OneBitState:
         """float32 of the bucket's shape, what this worker has taken in and not yet sent."""
         return self.bucket.join(_leaves(self.errors, self.bucket))
 
-    def mixed(self, mixing: Mixing) -> "OneBitState":
-        return dataclasses.replace(self, errors=mixing.means(self.errors))
-
 
 def onebit_compress(
     *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
@@ -81,9 +78,6 @@ def onebit_compress(
 
     Args:
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     **Randomness**: none. **Bias**: biased, which the residual corrects; nothing is lost. **Non-finite input**: the
     update is NaN on all workers and every worker's state stays as it was.

@@ -26,6 +26,7 @@ import optax
 from jax import lax
 
 from gcjax._jax_compat import zeros
+from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number, check_random_key
@@ -237,9 +238,7 @@ def _draw(key: Array, step: Array, batch: Batch, like: Array) -> Array:
 
 def _means(arrays: Sequence[Array], comm: Comm) -> list[Array]:
     """The mean over workers of each array, in one all-reduce."""
-    mean = comm.mean(jnp.concatenate([x.ravel() for x in arrays]))
-    ends = np.cumsum([x.size for x in arrays])
-    return [part.reshape(x.shape) for part, x in zip(jnp.split(mean, ends[:-1]), arrays, strict=True)]
+    return split_vector(comm.mean(jnp.concatenate([x.ravel() for x in arrays])), [x.shape for x in arrays])
 
 
 def _metered(mean: Callable[..., tuple], comm: Comm, *args: PyTree) -> Callable[[], tuple]:

@@ -78,12 +78,8 @@ def qsgd_compress(
       encoding: "packed", or "elias" to report as `payload_bits` the length of the paper's code: for every entry that is
         not zero, its distance from the previous one and its level in Elias's omega code, and the sign.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
-        unless the leaves are small.
+      transport: as in `gcjax.ef_sign_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for an argument out of range or an unknown transport; for bits=1 with norm="l2", whose variance would

@@ -68,9 +68,6 @@ def random_k_compress(
       feedback: keep what is not sent in a residual; without it, what is sent is scaled by d/k.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density or block out of range.
       TypeError: for a missing key, or an argument of another type.

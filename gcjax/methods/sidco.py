@@ -14,12 +14,11 @@ magnitude is lowered to it; otherwise equal magnitudes, or a single parameter, w
 largest entries are sent; the others stay in the residual. (5) Zeros are never sent.
 """
 
-import math
-
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import TINY, to_unit
+from gcjax._sparse.exchange import capacities_around
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
@@ -72,9 +71,6 @@ def sidco_compress(
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density, number of stages or capacity out of range.
       TypeError: for an argument of another type.
@@ -99,18 +95,11 @@ def sidco_compress(
         del step
         return _above(a, bucket, ratios)
 
-    def capacities(bucket):
-        if capacity is not None:
-            return capacity
-        wanted = count_for_density(density, bucket.entries)
-        return tuple(min(math.ceil(share * wanted), bucket.entries) for share in CAPACITIES)
+    def wanted(bucket):
+        return count_for_density(density, bucket.entries)
 
-    return compress(
-        sparse_method(select, capacities, transport),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _ratios(density: float, stages: int) -> tuple[float, ...]:

@@ -22,30 +22,19 @@ import optax
 
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_number
-from gcjax.extend import Bucket, Comm, Compressor, Mixing, SendReport, compress, dense_report, pack_mask, unpack_mask
+from gcjax.extend import (
+    Bucket,
+    Comm,
+    Compressor,
+    EmptyState,
+    SendReport,
+    compress,
+    dense_report,
+    pack_mask,
+    unpack_mask,
+)
 
 _UNROLLED = 16  # votes added in one pass
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class VoteState:
-    """Nothing is kept.
-
-    Attributes:
-      bucket: where the leaves lie. Static.
-    """
-
-    bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-    @property
-    def residual(self) -> Array:
-        """float32 of the bucket's shape, zero: what a vote does not send is dropped."""
-        return jnp.zeros(self.bucket.shape)
-
-    def mixed(self, mixing: Mixing) -> "VoteState":
-        del mixing
-        return self
 
 
 @jax.tree_util.register_dataclass
@@ -66,9 +55,6 @@ class SignumState:
         """float32 of the bucket's shape, zero: momentum does not wait to be sent, and what is not sent is dropped."""
         return jnp.zeros(self.bucket.shape)
 
-    def mixed(self, mixing: Mixing) -> "SignumState":
-        return dataclasses.replace(self, momentum=mixing.means(self.momentum))
-
 
 def sign_vote_compress(
     *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
@@ -88,9 +74,6 @@ def sign_vote_compress(
     Args:
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     **Randomness**: none. **Bias**: biased, and nothing corrects it: where workers disagree, training ends at the
     entrywise median of their optima; with noisy and skewed gradients it may not descend at all.
     `gcjax.ef_sign_compress` corrects the bias. A minority of workers, whatever it sends, cannot change entries on which
@@ -108,9 +91,8 @@ def sign_vote_compress(
         bucket = state.bucket
         return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
 
-    return compress(
-        Compressor(VoteState, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap
-    )
+    method = Compressor(EmptyState, update)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def signum_compress(
@@ -133,9 +115,6 @@ def signum_compress(
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for a momentum out of range.

@@ -92,9 +92,6 @@ def sketch_compress(
       candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density, momentum or size out of range, or an even number of rows.
       TypeError: for a missing key, or an argument of another type.

@@ -18,32 +18,36 @@ three or more axes is divided like a matrix with its last axis as columns. Paddi
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import to_unit
-from gcjax._kernels.buckets import vector_bucket
-from gcjax._kernels.chunks import Chunks, chunk_shapes, chunks_by_size, flat_positions, largest_of_rows
+from gcjax._kernels.buckets import pack_vector, packed_vector_size, split_vector, unpack_vector
+from gcjax._kernels.chunks import (
+    ChunkGroup,
+    Chunks,
+    Sent,
+    add_sent,
+    chunk_groups,
+    from_groups,
+    into_groups,
+    largest_of_rows,
+    sum_sent,
+)
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
-    Mixing,
-    Segment,
     bits_float,
     compress,
     dense_report,
     float_bits,
-    pack_planes,
-    unpack_planes,
 )
 
 SIGMAS = 6  # standard deviations over which the bins lie
@@ -68,9 +72,6 @@ class SparseLocoState:
     def residual(self) -> Array:
         """float32 of the bucket's shape."""
         return self.bucket.join(self.left)
-
-    def mixed(self, mixing: Mixing) -> "SparseLocoState":
-        return dataclasses.replace(self, left=mixing.means(self.left))
 
 
 def sparse_loco_compress(
@@ -116,9 +117,6 @@ def sparse_loco_compress(
         gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, a decay or `bits` out of range, an unknown
         `average`.
@@ -148,17 +146,19 @@ def sparse_loco_compress(
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
         bucket = state.bucket
-        message = _Message.of(bucket, top_k, chunk, bits)
+        message = _Message(bucket, chunk_groups(bucket, chunk), top_k, bits)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        left = [jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.left, gradient, strict=True)]
-        entries, magnitudes = message.in_chunks(left), message.in_chunks([jnp.abs(x) for x in left], -1)
+        kept = [jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.left, gradient, strict=True)]
+        entries = into_groups(kept, bucket, chunk, Chunks.to_rows)
+        magnitudes = into_groups(kept, bucket, chunk, lambda leaf, x: leaf.to_rows(jnp.abs(x), -1))
         payload = message.encode(entries, magnitudes)
 
-        seen = message.add(message.zeros(payload), *message.decode(payload))
-        left = [jnp.where(all_finite, x - y, x) for x, y in zip(left, message.in_leaves(seen), strict=True)]
-        mean = message.mean(comm.gather(payload), average, all_finite)
+        sent = add_sent([jnp.zeros(math.prod(g.shape)) for g in message.groups], message.decode(payload))
+        own = from_groups(sent, bucket, chunk, Chunks.from_rows)
+        left = tuple(jnp.where(all_finite, x - y, x) for x, y in zip(kept, own, strict=True))
+        mean = from_groups(_mean(comm.gather(payload), message, average, all_finite), bucket, chunk, Chunks.from_rows)
         report = dense_report(message.sent_entries(), message.payload_bits())
-        return message.in_leaves(mean), SparseLocoState(tuple(left), bucket), report
+        return mean, SparseLocoState(left, bucket), report
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
@@ -168,179 +168,107 @@ class _Message(NamedTuple):
 
     Attributes:
       bucket: where the leaves lie.
-      by_size: entries of a chunk -> the leaves with such chunks.
-      shapes: (chunks, entries of one) for each size.
-      counts: entries to send of a chunk, for each size.
+      groups: the leaves by size of their chunks.
+      top_k: most entries to send of a chunk.
       bits: of a value; None for float32.
     """
 
     bucket: Bucket
-    by_size: dict[int, list[Chunks]]
-    shapes: list[tuple[int, int]]
-    counts: list[int]
+    groups: list[ChunkGroup]
+    top_k: int
     bits: int | None
 
-    @classmethod
-    def of(cls, bucket: Bucket, top_k: int, chunk: int, bits: int | None) -> "_Message":
-        shapes = chunk_shapes(bucket, chunk)
-        return cls(bucket, chunks_by_size(bucket, chunk), shapes, [min(top_k, size) for _, size in shapes], bits)
+    @property
+    def counts(self) -> list[int]:
+        """Entries that are sent, for each group."""
+        return [g.number * min(self.top_k, g.size) for g in self.groups]
 
     @property
-    def whole(self) -> list[bool]:
-        """Whether the chunks of each size are sent whole."""
-        return [count == size for (_, size), count in zip(self.shapes, self.counts, strict=True)]
-
-    @property
-    def value_count(self) -> int:
-        return sum(chunks * count for (chunks, _), count in zip(self.shapes, self.counts, strict=True))
+    def in_part(self) -> list[ChunkGroup]:
+        """The groups whose chunks are not sent whole, so that entries have places."""
+        return [g for g in self.groups if g.size > self.top_k]
 
     @property
     def place_count(self) -> int:
-        """Entries that are sent with their places."""
-        each = zip(self.shapes, self.counts, self.whole, strict=True)
-        return sum(chunks * count for (chunks, _), count, whole in each if not whole)
+        return sum(g.number * self.top_k for g in self.in_part)
 
     @property
     def place_bits(self) -> int:
-        sizes = [size for (_, size), whole in zip(self.shapes, self.whole, strict=True) if not whole]
-        return (max(sizes) - 1).bit_length() if sizes else 0
+        return (max((g.size for g in self.in_part), default=1) - 1).bit_length()
 
     def payload_bits(self) -> int:
-        values = 32 * self.value_count
+        values = 32 * sum(self.counts)
         if self.bits is not None:
-            values = self.bits * self.value_count + 32 * len(self.bucket.segments) * 2**self.bits
+            values = self.bits * sum(self.counts) + 32 * len(self.bucket.segments) * 2**self.bits
         return self.place_bits * self.place_count + values
 
     def sent_entries(self) -> int:
         """Entries that are sent, padding not counted."""
-        return sum(
-            int(np.minimum(_real_entries(leaf), count).sum())
-            for leaves, count in zip(self.by_size.values(), self.counts, strict=True)
-            for leaf in leaves
-        )
-
-    def in_chunks(self, leaves: Sequence[Array], fill: float = 0) -> list[Array]:
-        """The bucket's leaves -> float32[chunks, entries of one] for each size, padded with `fill`."""
-        of = dict(zip(self.bucket.segments, leaves, strict=True))
-        return [
-            jnp.concatenate([c.divide(of[c.segment], fill).swapaxes(1, 2).reshape(-1, size) for c in group])
-            for size, group in self.by_size.items()
-        ]
-
-    def in_leaves(self, chunks: Sequence[Array]) -> tuple[Array, ...]:
-        """The inverse of `in_chunks`."""
-        of: dict[Segment, Array] = {}
-        for x, leaves in zip(chunks, self.by_size.values(), strict=True):
-            for leaf, part in zip(leaves, _by_leaf(x, leaves), strict=True):
-                (down, across), (height, width) = leaf.grid, leaf.chunk
-                of[leaf.segment] = leaf.unite(part.reshape(down, across, height, width).swapaxes(1, 2))
-        return tuple(of[s] for s in self.bucket.segments)
+        return sum(int(np.minimum(leaf.real_entries(), self.top_k).sum()) for g in self.groups for leaf in g.leaves)
 
     def encode(self, entries: list[Array], magnitudes: list[Array]) -> Array:
         """The largest entries of each chunk; padding, of negative magnitude, comes last."""
         places, values, real = [], [], []
-        for x, size, count, whole in zip(entries, magnitudes, self.counts, self.whole, strict=True):
-            if not whole:
-                places.append(largest_of_rows(size, count))
+        for x, size, group in zip(entries, magnitudes, self.groups, strict=True):
+            if group.size > self.top_k:
+                places.append(largest_of_rows(size, self.top_k))
                 x, size = (jnp.take_along_axis(of, places[-1], axis=1) for of in (x, size))
             values.append(x)
             real.append(size >= 0)
-        words = [_packed(jnp.concatenate([jnp.ravel(x) for x in places]), self.place_bits)] if places else []
+        words = [pack_vector(jnp.concatenate([jnp.ravel(x) for x in places]), self.place_bits)] if places else []
         if self.bits is None:
             return jnp.concatenate([*words, *(float_bits(jnp.ravel(x)) for x in values)])
         codes, tables = [], {}
-        for x, own, leaves in zip(values, real, self.by_size.values(), strict=True):
-            for leaf, part, kept in zip(leaves, _by_leaf(x, leaves), _by_leaf(own, leaves), strict=True):
+        for x, own, group in zip(values, real, self.groups, strict=True):
+            for leaf, part, kept in zip(group.leaves, group.by_leaf(x), group.by_leaf(own), strict=True):
                 code, tables[leaf.segment] = _quantised(part, kept, self.bits)
                 codes.append(jnp.ravel(code))
         table = jnp.concatenate([tables[s] for s in self.bucket.segments])
-        return jnp.concatenate([*words, _packed(jnp.concatenate(codes), self.bits), float_bits(table)])
+        return jnp.concatenate([*words, pack_vector(jnp.concatenate(codes), self.bits), float_bits(table)])
 
-    def decode(self, payload: Array) -> tuple[list[Array | None], list[Array]]:
-        """For each size the places, int32[chunks, k], None for chunks that are sent whole; and the values, float32."""
-        shapes = [(chunks, count) for (chunks, _), count in zip(self.shapes, self.counts, strict=True)]
-        placed = [None if whole else shape for shape, whole in zip(shapes, self.whole, strict=True)]
-        place_words = self.place_bits * vector_bucket(self.place_count).words if self.place_count else 0
-        places: list = placed
-        if self.place_count:
-            places = _cut(_unpacked(payload[:place_words], self.place_bits, self.place_count), placed)
-        rest = payload[place_words:]
+    def decode(self, payload: Array) -> Sent:
+        """For each group the places among its entries, None if chunks are sent whole, and the values, float32."""
+        places, place_words = self._places(payload)
+        rest, counts = payload[place_words:], [(count,) for count in self.counts]
         if self.bits is None:
-            return places, _cut(bits_float(rest), shapes)
-        code_words = self.bits * vector_bucket(self.value_count).words
-        codes = _cut(_unpacked(rest[:code_words], self.bits, self.value_count), shapes)
+            return list(zip(places, split_vector(bits_float(rest), counts), strict=True))
+        total = sum(self.counts)
+        code_words = packed_vector_size(total, self.bits)
+        codes = split_vector(unpack_vector(rest[:code_words], self.bits, total), counts)
         tables = bits_float(rest[code_words:]).reshape(-1, 2**self.bits)
         of = dict(zip(self.bucket.segments, tables, strict=True))
-        return places, [
-            jnp.concatenate([of[leaf.segment][part] for leaf, part in zip(leaves, _by_leaf(x, leaves), strict=True)])
-            for x, leaves in zip(codes, self.by_size.values(), strict=True)
+        values = [
+            jnp.concatenate([of[leaf.segment][part] for leaf, part in zip(g.leaves, g.by_leaf(x), strict=True)])
+            for g, x in zip(self.groups, codes, strict=True)
         ]
+        return list(zip(places, values, strict=True))
 
-    def zeros(self, like: Array) -> list[Array]:
-        """float32[chunks, entries of one] for each size, varying over the axes that `like` varies over."""
-        return [zeros(shape, jnp.float32, like) for shape in self.shapes]
-
-    def add(self, to: list[Array], places: list[Array | None], values: list[Array]) -> list[Array]:
-        """Adds the values that one worker sent."""
-        result = []
-        for x, found, value, shape in zip(to, places, values, self.shapes, strict=True):
-            if found is None:
-                result.append(x + value)
-            else:
-                (at,) = flat_positions([found], [shape])
-                result.append(x.reshape(-1).at[at].add(jnp.ravel(value), unique_indices=True).reshape(shape))
-        return result
-
-    def mean(self, payloads: Array, average: str, all_finite: Array) -> list[Array]:
-        """The mean over all workers or over those that sent, added in the order of their numbers; else NaN."""
-        workers = len(payloads)
-
-        def add(worker, sums):
-            (places, values), (total, senders) = self.decode(payloads[worker]), sums
-            total = self.add(total, places, [x / workers for x in values])
-            return total, senders and self.add(senders, places, [jnp.ones_like(x) for x in values])
-
-        start = [x + jnp.where(all_finite, 0.0, jnp.nan) for x in self.zeros(payloads)]
-        counted = self.zeros(payloads) if average == "senders" else []
-        total, senders = lax.fori_loop(0, workers, add, (start, counted))
-        if not senders:
-            return total
-        return [x * (workers / jnp.maximum(n, 1)) for x, n in zip(total, senders, strict=True)]
+    def _places(self, payload: Array) -> tuple[list[Array | None], int]:
+        """The places, and the number of words that they take."""
+        words = packed_vector_size(self.place_count, self.place_bits)
+        if not words:
+            return [None] * len(self.groups), 0
+        flat = unpack_vector(payload[:words], self.place_bits, self.place_count).astype(jnp.int32)
+        indices = iter(split_vector(flat, [(g.number, self.top_k) for g in self.in_part]))
+        return [g.flat(next(indices)) if g in self.in_part else None for g in self.groups], words
 
 
-def _by_leaf(x: Array, leaves: list[Chunks]) -> list[Array]:
-    """The chunks of each leaf."""
-    return jnp.split(x, np.cumsum([leaf.number for leaf in leaves])[:-1])
+def _mean(payloads: Array, message: _Message, average: str, all_finite: Array) -> list[Array]:
+    """For each group the mean over all workers, or over those that sent an entry, float32[chunks * size]."""
+    workers, sizes = len(payloads), [math.prod(g.shape) for g in message.groups]
 
+    def decode(payload):
+        return [(places, x / workers) for places, x in message.decode(payload)]
 
-def _real_entries(leaf: Chunks) -> np.ndarray:
-    """Entries of each chunk that are not padding."""
-    (_, columns), (down, across), (height, width) = leaf.shape, leaf.grid, leaf.chunk
-    rows, rest = divmod(leaf.segment.size, columns)  # of the last row of a vector, only the rest is there
-    of_rows = np.clip(rows - height * np.arange(down), 0, height)
-    of_full, of_last = (np.clip(x - width * np.arange(across), 0, width) for x in (columns, rest))
-    return of_rows[:, None] * of_full + (np.arange(down) == rows // height)[:, None] * of_last
+    def decode_and_count(payload):
+        sent = decode(payload)
+        return [*sent, *((places, jnp.ones_like(x)) for places, x in sent)]
 
-
-def _cut(flat: Array, shapes: Sequence[tuple[int, int] | None]) -> list:
-    """Consecutive parts of a vector in these shapes; None for None."""
-    parts, begin = [], 0
-    for shape in shapes:
-        end = begin + (shape[0] * shape[1] if shape else 0)
-        parts.append(flat[begin:end].reshape(shape) if shape else None)
-        begin = end
-    return parts
-
-
-def _packed(values: Array, bits: int) -> Array:
-    """Integers below 2**bits, [n] -> uint32 words."""
-    vector = vector_bucket(len(values))
-    return pack_planes(vector.join([values.astype(jnp.uint32)]), bits, vector.words)
-
-
-def _unpacked(words: Array, bits: int, count: int) -> Array:
-    """The inverse of `_packed`, int32[count]."""
-    return vector_bucket(count).split(unpack_planes(words, bits))[0].astype(jnp.int32)
+    if average == "workers":
+        return sum_sent(payloads, decode, sizes, all_finite)
+    sums = sum_sent(payloads, decode_and_count, 2 * sizes, all_finite)
+    half = len(sizes)
+    return [x * (workers / jnp.maximum(n, 1)) for x, n in zip(sums[:half], sums[half:], strict=True)]
 
 
 def _quantised(x: Array, real: Array, bits: int) -> tuple[Array, Array]:

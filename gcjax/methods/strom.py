@@ -68,9 +68,6 @@ def strom_compress(
       transport, wire: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a threshold or capacity out of range.
 

@@ -77,12 +77,8 @@ def terngrad_compress(
       clip: c, above 0; None for no clipping.
       aggregate: "sum" or "gather".
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: of "gather": "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3
-        workers on, unless the leaves are small.
+      transport: of "gather", as in `gcjax.ef_sign_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       ValueError: for an argument out of range; for a transport of "sum", which has no choice.

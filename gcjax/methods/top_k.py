@@ -45,9 +45,6 @@ def top_k_compress(
       transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
-    Returns:
-      An `optax.GradientTransformationExtraArgs`.
-
     Raises:
       ValueError: for a density out of range.
 

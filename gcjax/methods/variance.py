@@ -59,12 +59,8 @@ def _paper_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLik
 
 def _hybrid_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
     """r <- r - tau sign(r); v falls by as much as r squared does."""
-    (r, v), (tau, *_) = values, sent_with
+    (r, v), (tau, _) = values, sent_with
     return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)
-
-
-GAIN = 0.1  # by which the logarithm of alpha follows the traffic
-ALPHAS = 1e-6, 1e6  # where a budget cannot be met by any
 
 
 CODES: dict[str, ValueCode] = {
@@ -82,7 +78,7 @@ class _FeedbackReset:
     values: str
 
     def __call__(self, values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-        (r, _), (_, scale, *_) = values, sent_with
+        (r, _), (_, scale) = values, sent_with
         return r - CODES[self.values].round(r, scale), 0
 
 
@@ -92,7 +88,6 @@ def variance_compress(
     decay: ArrayLike = 0.999,
     threshold: ArrayLike | None = None,
     density: float | None = None,
-    budget: ArrayLike | None = None,
     feedback: bool = False,
     underflow: str = "keep",
     values: str = "power_of_two",
@@ -123,9 +118,6 @@ def variance_compress(
     With `density` (not in the paper) the traffic is fixed: the k = max(1, floor(density * parameters)) entries with the
     largest |r| min(1, |r| / sqrt(alpha v)), magnitude times certainty, are sent.
 
-    With `budget` (not in the paper) alpha follows the traffic: every worker multiplies its own by exp(0.1 (n / k - 1))
-    after each step, with n the entries that it sent, at most 4 k, and k those of the budget.
-
     State: two float32 and a bit per parameter; in two phases also a float32 per parameter that a worker owns. Wire: 8
     bits per sent entry at density 1/4, 12.6 at 1/100, 16 at 1/1000. Put it before the optimiser:
     `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
@@ -139,8 +131,6 @@ def variance_compress(
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
-      budget: share of the entries that each worker is to send on average over the steps, in (0, 1]; alpha is then where
-        its criterion begins. The messages of workers with unlike gradients become about equally long. May be traced.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
       values: code of the sent values: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
@@ -166,9 +156,8 @@ def variance_compress(
       sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns it. Without it the batch counts as one sample.
 
     Raises:
-      ValueError: for a value out of range; `density` together with `threshold`, `capacity` or `budget`; `budget`
-        together with `threshold`; `feedback` together with `underflow="drop"` or `values="levels"`; `owner_density`
-        without "two_phase"; `wire="word"` with floats.
+      ValueError: for a value out of range; `density` together with `threshold` or `capacity`; `feedback` together with
+        `underflow="drop"` or `values="levels"`; `owner_density` without "two_phase"; `wire="word"` with floats.
       TypeError: for a missing or superfluous `key`, or an argument of the wrong type.
 
     **Randomness**: none, or `key` per worker. **Bias**: entries are delayed, and rounding is to the nearest (biased)
@@ -185,11 +174,17 @@ def variance_compress(
     [-0.5 -0. ]
     """
     _check(alpha, decay, threshold, feedback, underflow, values, key)
-    _check_density(density, threshold, capacity, budget)
-    _check_budget(budget, threshold)
+    if density is not None:
+        _check_share("density", density)
+        for name, value in (("threshold", threshold), ("capacity", capacity)):
+            if value is not None:
+                raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
     check_capacity(capacity)
     check_transport(transport)
-    _check_owner_density(owner_density, transport)
+    if owner_density is not None:
+        _check_share("owner_density", owner_density)
+        if transport != "two_phase":
+            raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got {transport=}")
     hybrid = threshold is not None
     tau = 0.0 if threshold is None else threshold
     code = sign_code(tau) if hybrid else CODES[values]
@@ -197,9 +192,7 @@ def variance_compress(
     reset = _hybrid_reset if hybrid else _FeedbackReset(values) if feedback else _paper_reset
 
     def init(bucket: Bucket) -> SparseState:
-        sent_with: tuple[Array, ...] = (jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32))
-        if budget is not None:
-            sent_with += (jnp.float32(alpha),)
+        sent_with = jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32)
         return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, squares=(1,), sent_with=sent_with)
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
@@ -207,17 +200,13 @@ def variance_compress(
         squares = [g * g for g in gradient] if sum_grad_squared is None else sum_grad_squared
         r, v = state.take_in(accumulate, gradient, squares, all_finite=all_finite)
 
-        *_, own_alpha = (alpha,) if budget is None else state.sent_with
-        passed, sendable, scales = _encodable(passes(r, v, own_alpha, bucket), r, code, bucket)
+        passed, sendable, scales = _encodable(passes(r, v, bucket), r, code, bucket)
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
         message = Message(r, sendable, code, bucket, capacities(bucket), scales, own_key, wire, owner_density)
         exchanged = exchange(message, state.transport, comm, all_finite)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
-        sent_with: tuple[Array, ...] = (jnp.float32(tau), scales)
-        if budget is not None:
-            sent_with += (_followed(own_alpha, exchanged.report.sent, budget * bucket.entries),)
-        new = state.after(exchanged, (r, v), all_finite, sent_with=sent_with)
+        new = state.after(exchanged, (r, v), all_finite, sent_with=(jnp.float32(tau), scales))
 
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
         return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
@@ -227,7 +216,7 @@ def variance_compress(
         v = decay * v if hybrid else jnp.where(was_sent, v, decay * v)
         return r + gradient, jnp.minimum(v + squares, FLOAT_MAX)
 
-    def passes(r, v, alpha, bucket):
+    def passes(r, v, bucket):
         clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
         if density is not None:
             return _most_certain(clear, r, v, alpha, count_for_density(density, bucket.entries))
@@ -238,12 +227,8 @@ def variance_compress(
             return capacities_for(count_for_density(density, bucket.entries))
         return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
 
-    return compress(
-        Compressor(init, update, uses_squares=True),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    method = Compressor(init, update, uses_squares=True)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
 def _check(
@@ -277,50 +262,16 @@ def _check(
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
 
 
-def _check_density(
-    density: float | None,
-    threshold: ArrayLike | None,
-    capacity: int | tuple[int, ...] | None,
-    budget: ArrayLike | None,
-) -> None:
-    if density is None:
-        return
-    if isinstance(density, jax.Array):
-        raise TypeError("density fixes the size of the payload and cannot be traced; give a Python float")
-    check_number("density", density, 0.0, 1.0)
-    for name, value in (("threshold", threshold), ("capacity", capacity), ("budget", budget)):
-        if value is not None:
-            raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
-
-
-def _check_budget(budget: ArrayLike | None, threshold: ArrayLike | None) -> None:
-    if budget is None:
-        return
-    check_number("budget", budget, 0.0, 1.0)
-    if threshold is not None:
-        raise ValueError(f"budget={budget!r} moves alpha, threshold={threshold!r} holds entries back: leave one out")
-
-
-def _check_owner_density(owner_density: float | None, transport: str) -> None:
-    if owner_density is None:
-        return
-    if isinstance(owner_density, jax.Array):
-        raise TypeError("owner_density fixes the size of the payload and cannot be traced; give a Python float")
-    check_number("owner_density", owner_density, 0.0, 1.0)
-    if transport != "two_phase":
-        raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got transport={transport!r}")
+def _check_share(name: str, share: float) -> None:
+    if isinstance(share, jax.Array):
+        raise TypeError(f"{name} fixes the size of the payload and cannot be traced; give a Python float")
+    check_number(name, share, 0.0, 1.0)
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
     """The `count` entries of largest magnitude times certainty, bool; entries that are clear have certainty 1."""
     certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
     return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count))
-
-
-def _followed(alpha: ArrayLike, sent: Array, wanted: ArrayLike) -> Array:
-    """Alpha for the next step, after one in which so many entries were sent."""
-    excess = jnp.minimum(sent / jnp.maximum(wanted, 1) - 1, 3)  # linear: so the mean over the steps is what is wanted
-    return jnp.clip(alpha * jnp.exp(GAIN * excess), *ALPHAS)
 
 
 def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple[Array, Array, Array]:

@@ -1,5 +1,6 @@
 """bench/table.py: commands that the example accepts, runs that continue, the figures of the table."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -57,6 +58,23 @@ def test_only_missing_runs_are_run_and_saved_at_once(monkeypatch, tmp_path):
     assert path.exists()
 
 
+def test_no_run_begins_after_one_has_failed(monkeypatch, tmp_path):
+    path, ran = tmp_path / "table-small.json", []
+
+    def run(job, args, cores):
+        ran.append(job.seed)
+        if job.seed == 1:
+            raise SystemExit("the example failed")
+        return record("dense", job.seed, 0.5)
+
+    monkeypatch.setattr(table, "run", run)
+    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "9", "--jobs", "1")
+    with pytest.raises(SystemExit, match="the example failed"):
+        table.measure(args, {"runs": []}, path)
+    assert ran == [0, 1]
+    assert [run["seed"] for run in json.loads(path.read_text())["runs"]] == [0]
+
+
 def test_table_has_medians_ranges_and_diverged_runs():
     lost = {"row": "variance 1", "optimiser": "adam", "seed": 1, "diverged": "the loss is nan"}
     alone = {"row": "strom 0.1", "optimiser": "adam", "seed": 0, "diverged": "the loss is nan"}
@@ -69,6 +87,14 @@ def test_table_has_medians_ranges_and_diverged_runs():
     assert "| dense | `dense` | 61.0 (60.0 to 64.0) | +0.0 | 20.0 | 2.5 | 32.0 | 2.0 | 60 | 3 |" in lines
     assert "| variance 1 | `variance(alpha=1)` | 50.0 | -11.0 | 10.0 | 2.5 | 32.0 | 2.0 | 60 | 1, 1 diverged |" in lines
     assert any(line.startswith("| strom 0.1 | `strom(threshold=0.1)` | diverged |") for line in lines)
+
+
+def test_a_recorded_row_that_was_taken_out_keeps_its_figures(tmp_path):
+    gone = record("budget 1/8", 0, 0.5, command="--method 'variance(alpha=1, budget=0.125)' --epochs 6")
+    store = {"runs": [gone, record("dense", 0, 0.6)]}
+    lines = table.table(store).splitlines()
+    assert lines[-1].startswith("| budget 1/8 (taken out) | `variance(alpha=1, budget=0.125)` | 50.0 | -10.0 |")
+    table.plot(store, tmp_path / "plot.png")
 
 
 def test_front_has_what_no_other_beats_in_both():

@@ -24,7 +24,8 @@ def joined(x, padding=0):
 
 @functools.partial(jax.jit, static_argnums=2)
 def encode(x, scale, bits, key):
-    return _lattice.encode(joined(x), joined(scale, 1), bits, key, vector_bucket(len(x)).words)
+    points = _lattice.lattice_points(joined(x), joined(scale, 1), key)
+    return _lattice.encode_points(*points, bits, vector_bucket(len(x)).words)
 
 
 @functools.partial(jax.jit, static_argnums=3)

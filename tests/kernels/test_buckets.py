@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import limited_buckets
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,8 @@ def test_flatten_and_unflatten_are_inverse(shapes, limit, seed):
     rng = np.random.default_rng(seed)
     dtypes = [np.float32, np.float16, jnp.bfloat16]
     tree = {str(i): jnp.asarray(rng.normal(size=s), dtypes[i % 3]) for i, s in enumerate(shapes)}
-    layout = layouts.layout_of(tree, limit)
+    with limited_buckets(limit):
+        layout = layouts.layout_of(tree)
     flat = layouts.flatten(layout, tree)
     assert [[x.shape for x in leaves] for leaves in flat] == [[s.shape for s in b.segments] for b in layout.buckets]
     assert all(32 * b.words <= limit for b in layout.buckets)
@@ -41,7 +43,8 @@ def test_flatten_and_unflatten_are_inverse(shapes, limit, seed):
 @example(MIXED, 50_016)
 @given(SHAPES, LIMITS)
 def test_every_entry_has_a_place_and_no_mask_word_two_leaves(shapes, limit):
-    layout = layouts.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], limit)
+    with limited_buckets(limit):
+        layout = layouts.layout_of([jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     for bucket in layout.buckets[:3]:
         leaves = [np.random.default_rng(s.leaf).normal(size=s.shape).astype(np.float32) for s in bucket.segments]
         expected, owner = np.zeros(bucket.size, np.float32), bucket.leaf_of_word()

@@ -14,7 +14,7 @@ from optimum import decaying, distance_after_training
 from rows import SHAPES, Row
 
 import gcjax
-from gcjax._kernels.chunks import chunks_by_size, largest_of_rows
+from gcjax._kernels.chunks import chunk_groups, from_groups, into_groups, largest_of_rows
 from gcjax._kernels.layout import layout_of
 from gcjax.methods import demo
 
@@ -103,7 +103,7 @@ def bucket_of(*shapes):
 
 def divided(shape, chunk=64):
     """(grid, chunk) of a leaf."""
-    ((leaf,),) = chunks_by_size(bucket_of(shape), chunk).values()
+    ((_, (leaf,)),) = chunk_groups(bucket_of(shape), chunk)
     return leaf.grid, leaf.chunk
 
 
@@ -111,14 +111,14 @@ def divided(shape, chunk=64):
 def test_coefficients_equal_scipys_and_are_invertible(shape):
     bucket = bucket_of(shape)
     x = RNG.normal(size=shape).astype(np.float32)
-    (coefficients,) = demo._coefficients([jnp.asarray(x)], bucket, 64)
+    (coefficients,) = into_groups([jnp.asarray(x)], bucket, 64, demo._transform)
     (down, across), (height, width) = divided(shape)
     chunks = x.reshape(down, height, across, width).swapaxes(1, 2)
     truth = scipy.fft.dctn(chunks.astype(np.float64), type=2, norm="ortho", axes=(2, 3)).swapaxes(2, 3).reshape(-1)
     unit = demo._cosines(height)[1] * demo._cosines(width)[1]
     assert np.frexp(unit)[0] == 0.5
     np.testing.assert_allclose(unit * np.asarray(coefficients), truth, atol=2e-6 * np.abs(truth).max())
-    np.testing.assert_allclose(demo._leaves([coefficients], bucket, 64)[0], x, atol=2e-6)
+    np.testing.assert_allclose(from_groups([coefficients], bucket, 64, demo._inverse)[0], x, atol=2e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 64, 255, 256])

@@ -37,7 +37,7 @@ def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **option
         f"variance-{name}",
         "variance_compress",
         make,
-        None if options.get("values") == "levels" or "budget" in options else make_oracle,
+        None if options.get("values") == "levels" else make_oracle,
         conserves=hybrid or exact or options.get("feedback", False),
         capacities=slots,
         transport=transport,
@@ -59,7 +59,6 @@ ROWS = [
     row("levels", **LEVELS, rare=True),
     row("hybrid", threshold=0.5),
     row("density", density=0.15, feedback=True, capacity=None),
-    row("budget", budget=0.1, feedback=True, rare=True),
     row("words", wire="word", rare=True),
     row("owners-words", wire="word", capacity=(320,), **OWNERS, rare=True),
     row("owner-density", alpha=5.0, owner_density=0.3, feedback=True, capacity=(64, 160, 864), **OWNERS, rare=True),
@@ -274,46 +273,6 @@ def test_alpha_may_be_scheduled_with_inject_hyperparams():
         updates, state = step(g, state, sum_grad_squared=s)
         sent.append(bool(updates.any()))
     assert sent == [True, False, False]
-
-
-def sent_on_average(steps, spread=1.0, **options):
-    """Share of the entries that each of 2 workers sends per step, of noise around a mean; the second one's is wider."""
-    tx = gcjax.variance_compress(axis_name="data", **options)
-    runner, rng, entries = Runner(tx, {"a": jnp.zeros((40, 100))}, 2), np.random.default_rng(0), 4000
-    mean, scale = rng.normal(size=(40, 100)) / 4, np.array([1.0, spread]).reshape(2, 1, 1)
-    sent = []
-    for _ in range(steps):
-        g = (mean + scale * rng.normal(size=(2, 40, 100)) / 4).astype(np.float32)
-        runner.step({"a": g}, {"a": np.float32(scale**2 / 16 + np.zeros((2, 40, 100)))})
-        sent.append(gcjax.info(runner.state).sent / entries)
-    return np.mean(sent[steps // 2 :], axis=0)
-
-
-@pytest.mark.parametrize(("alpha", "budget"), [(1.0, 0.02), (100.0, 0.2)], ids=["from above", "from below"])
-def test_a_budget_is_met_on_average_by_every_worker(alpha, budget):
-    np.testing.assert_allclose(sent_on_average(160, 4.0, alpha=alpha, budget=budget), budget, rtol=0.15)
-
-
-def test_alpha_alone_lets_unlike_workers_send_unlike_much():
-    first, second = sent_on_average(60, 4.0, alpha=3.0)
-    assert first > 2 * second
-
-
-def test_a_budget_may_be_scheduled_and_excludes_what_it_contradicts():
-    tx = optax.inject_hyperparams(gcjax.variance_compress)(budget=optax.linear_schedule(0.5, 0.01, 50))
-    state = tx.init(jnp.ones(400))
-    step = jax.jit(tx.update)
-    for i in range(60):
-        g = jax.random.normal(jax.random.key(i), 400)
-        _, state = step(g, state, sum_grad_squared=g * g / 2)
-    assert gcjax.info(state).sent < 0.05 * 400
-    for more, match in (
-        ({"budget": 1.5}, "budget must be in"),
-        ({"budget": 0.1, "threshold": 0.5}, "budget=0.1 moves alpha"),
-        ({"budget": 0.1, "density": 0.5}, "density=0.5 fixes the number of entries sent; leave out budget"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            gcjax.variance_compress(**more)
 
 
 @pytest.mark.parametrize(("underflow", "left"), [("keep", 2.0**-9), ("drop", 0.0)])

@@ -14,29 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._moments.jaxprs import JaxprEqn, Operand, aval, variables
+from gcjax._moments.jaxprs import JaxprEqn, aval
 from gcjax._moments.rules.dense import product
-from gcjax._moments.rules.node import Node, Reader, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
+from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
 from gcjax._types import Array
 
 
 @dataclass(frozen=True, eq=False)
-class Conv(Node):
-    """A `conv_general_dilated` that makes a kernel's gradient.
-
-    Attributes:
-      eqn: the equation.
-    """
-
-    eqn: JaxprEqn
+class Conv(Sink):
+    """A `conv_general_dilated` that makes a kernel's gradient."""
 
     @property
     def rule(self) -> str:
         return "conv" if self.eqn.params["batch_group_count"] == 1 else "grouped conv"
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return variables(self.eqn.invars)
 
     @property
     def positions(self) -> int:

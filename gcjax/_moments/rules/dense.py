@@ -8,31 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gcjax._moments.jaxprs import JaxprEqn, Operand, aval, variables
-from gcjax._moments.rules.node import Node, Reader, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
+from gcjax._moments.jaxprs import aval
+from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
 from gcjax._types import Array
 
 Pairs = Sequence[tuple[int, int]]  # (axis of the left operand, axis of the right operand)
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Node):
+class Dense(Sink):
     """A `dot_general` of one sample's activation and cotangent.
 
     With one position, a sample's gradient is an outer product and its square is the outer product of the squares, so
     the sum of squares is a second matrix product. With more, a loop over samples makes each gradient once, for both
     sums.
-
-    Attributes:
-      eqn: the equation.
     """
 
-    eqn: JaxprEqn
     rule = "dense"
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return variables(self.eqn.invars)
 
     @property
     def positions(self) -> int:

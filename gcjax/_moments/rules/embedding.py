@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gcjax import _jax_compat
 from gcjax._moments.jaxprs import JaxprEqn, Operand, Scope, aval, variables
-from gcjax._moments.rules.node import Node, Reader, Sums, Table, accumulator_dtype, stacked_reader
+from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, stacked_reader
 from gcjax._types import Array
 
 ROWS = jax.lax.ScatterDimensionNumbers(
@@ -17,17 +17,13 @@ ROWS = jax.lax.ScatterDimensionNumbers(
 
 
 @dataclass(frozen=True, eq=False)
-class Embedding(Node):
+class Embedding(Sink):
     """A `scatter-add` of whole rows into zeros.
 
     Rows of a token that occurs twice in a sample are added before the square: a sample's rows are sorted by token, and
     the runs of equal tokens are summed, squared and scattered. No array of batch x table is made.
-
-    Attributes:
-      eqn: the equation.
     """
 
-    eqn: JaxprEqn
     rule = "embedding"
 
     @property

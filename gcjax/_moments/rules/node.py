@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from gcjax import _jax_compat
-from gcjax._moments.jaxprs import Operand
+from gcjax._moments.jaxprs import JaxprEqn, Operand, variables
 from gcjax._types import Array
 
 Key = Hashable  # a `Var`, a `ScannedValue`, or a `combine.ScannedMoments`
@@ -92,6 +92,21 @@ class Node(abc.ABC):
             return self.moments(table, size), (False, False)
 
         return sums(dummy, [read(key) for key in self.operands])
+
+
+@dataclass(frozen=True, eq=False)
+class Sink(Node):
+    """An equation that makes a weight's gradient.
+
+    Attributes:
+      eqn: the equation.
+    """
+
+    eqn: JaxprEqn
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return variables(self.eqn.invars)
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:

@@ -113,7 +113,7 @@ def event_simulation(
             in_flight=jnp.zeros((slots, len(trainer.start)), jnp.float32),
         ),
         plan=plan,
-        advance=functools.partial(_run_blocking if blocking else _run_non_blocking, trainer, bits),
+        unit=functools.partial(_meet_blocking if blocking else _meet_non_blocking, trainer, bits),
         summarise=summarise,
         gradients=running_sums(events.steps.sum(1)) / nodes,
         seconds=np.concatenate([[0.0], events.seconds]),
@@ -131,49 +131,33 @@ def _schedule(events: Events, delay: float) -> tuple[Schedule, int]:
     return Schedule(*map(jnp.asarray, arrays)), slots
 
 
-def _run_blocking(
-    trainer: Trainer,
-    bits: int | None,
-    state: PairState,
-    data: PyTree,
-    plan: Schedule,
-    begin: ArrayLike,
-    end: ArrayLike,
+def _meet_blocking(
+    trainer: Trainer, bits: int | None, state: PairState, data: PyTree, plan: Schedule, e: Array
 ) -> PairState:
-    """Events begin to end - 1: both nodes finish their local steps, then both become the mean of the two."""
+    """Both nodes finish their local steps, then both become the mean of the two."""
     nodes = len(state.done)
-
-    def meet(e, state):
-        i, j = plan.node[e], plan.partner[e]
-        rows = jnp.stack([i, jnp.where(i == j, nodes, j)])  # out of bounds: not written
-        before, opt_state, done = state.models[rows], _take(state.opt_state, rows), state.done[rows]
-        models, opt_state = jax.vmap(trainer.local_steps, in_axes=(None, 0, 0, 0, 0, 0))(
-            data, before, opt_state, rows, done, plan.steps[e]
-        )
-        moved = jnp.max(jnp.abs(models - before), axis=1)
-        change, distance, resent = _exchange(trainer, bits, models, state.distance[rows], moved, e, plan.meets[e])
-        return PairState(
-            _put(state.models, rows, models + change),
-            _put(state.opt_state, rows, opt_state),
-            _put(state.done, rows, done + plan.steps[e]),
-            _put(state.distance, rows, distance),
-            state.resent + resent,
-            state.in_flight,
-        )
-
-    return lax.fori_loop(begin, end, meet, state)
+    i, j = plan.node[e], plan.partner[e]
+    rows = jnp.stack([i, jnp.where(i == j, nodes, j)])  # out of bounds: not written
+    before, opt_state, done = state.models[rows], _take(state.opt_state, rows), state.done[rows]
+    models, opt_state = jax.vmap(trainer.local_steps, in_axes=(None, 0, 0, 0, 0, 0))(
+        data, before, opt_state, rows, done, plan.steps[e]
+    )
+    moved = jnp.max(jnp.abs(models - before), axis=1)
+    change, distance, resent = _exchange(trainer, bits, models, state.distance[rows], moved, e, plan.meets[e])
+    return PairState(
+        _put(state.models, rows, models + change),
+        _put(state.opt_state, rows, opt_state),
+        _put(state.done, rows, done + plan.steps[e]),
+        _put(state.distance, rows, distance),
+        state.resent + resent,
+        state.in_flight,
+    )
 
 
-def _run_non_blocking(
-    trainer: Trainer,
-    bits: int | None,
-    state: PairState,
-    data: PyTree,
-    plan: Schedule,
-    begin: ArrayLike,
-    end: ArrayLike,
+def _meet_non_blocking(
+    trainer: Trainer, bits: int | None, state: PairState, data: PyTree, plan: Schedule, e: Array
 ) -> PairState:
-    """Events begin to end - 1: node i has finished its local steps, and partner j goes on with its own.
+    """Node i has finished its local steps, and partner j goes on with its own.
 
     With live models X, communication copies Y and G the sum of i's local updates since its last event,
 
@@ -182,29 +166,23 @@ def _run_non_blocking(
     so that j meets the average when it next finishes its own local steps, which it began from X_j.
     """
     nodes, slots = len(state.done), len(state.in_flight)
-
-    def meet(e, state):
-        i, j = plan.node[e], plan.partner[e]
-        models = _deliver(state, plan, e) if slots else state.models
-        written = jnp.stack([nodes + i, jnp.where((i == j) | bool(slots), 2 * nodes, nodes + j)])
-        live, *copies = models[jnp.stack([i, nodes + i, nodes + j])]
-        trained, opt_state = trainer.local_steps(
-            data, live, _take(state.opt_state, i), i, state.done[i], plan.steps[e, 0]
-        )
-        update, copies, both = trained - live, jnp.stack(copies), jnp.stack([i, j])
-        moved = jnp.max(jnp.abs(update))
-        change, distance, resent = _exchange(trainer, bits, copies, state.distance[both], moved, e, plan.meets[e])
-        new = copies + change + jnp.stack([update, jnp.zeros_like(update)])
-        return PairState(
-            _put(_put(models, written, new), i, new[0]),
-            _put(state.opt_state, i, opt_state),
-            state.done.at[i].add(plan.steps[e, 0]),
-            _put(state.distance, jnp.stack([i, jnp.where(i == j, nodes, j)]), distance),
-            state.resent + resent,
-            state.in_flight.at[e % slots].set(change[1]) if slots else state.in_flight,
-        )
-
-    return lax.fori_loop(begin, end, meet, state)
+    i, j = plan.node[e], plan.partner[e]
+    models = _deliver(state, plan, e) if slots else state.models
+    written = jnp.stack([nodes + i, jnp.where((i == j) | bool(slots), 2 * nodes, nodes + j)])
+    live, *both_copies = models[jnp.stack([i, nodes + i, nodes + j])]
+    trained, opt_state = trainer.local_steps(data, live, _take(state.opt_state, i), i, state.done[i], plan.steps[e, 0])
+    update, copies, both = trained - live, jnp.stack(both_copies), jnp.stack([i, j])
+    moved = jnp.max(jnp.abs(update))
+    change, distance, resent = _exchange(trainer, bits, copies, state.distance[both], moved, e, plan.meets[e])
+    new = copies + change + jnp.stack([update, jnp.zeros_like(update)])
+    return PairState(
+        _put(_put(models, written, new), i, new[0]),
+        _put(state.opt_state, i, opt_state),
+        state.done.at[i].add(plan.steps[e, 0]),
+        _put(state.distance, jnp.stack([i, jnp.where(i == j, nodes, j)]), distance),
+        state.resent + resent,
+        state.in_flight.at[e % slots].set(change[1]) if slots else state.in_flight,
+    )
 
 
 def _deliver(state: PairState, plan: Schedule, e: Array) -> Array:

@@ -123,8 +123,8 @@ class Simulation(NamedTuple):
 
     Attributes:
       state: before the first unit.
-      plan: what `advance` needs to know of all units, a pytree of arrays.
-      advance: advance(state, data, plan, begin, end) -> the state after the units begin to end - 1. It can be jitted.
+      plan: what `unit` needs to know of all units, a pytree of arrays.
+      unit: unit(state, data, plan, number) -> the state after that unit. It can be jitted.
       summarise: summarise(state) -> (flat mean model, consensus distance, messages sent again in full). Likewise.
       gradients: float64[units + 1], gradient steps before each unit and after the last, mean over the nodes.
       seconds: float64[units + 1], simulated time likewise.
@@ -134,12 +134,16 @@ class Simulation(NamedTuple):
 
     state: Any
     plan: PyTree
-    advance: Callable[..., Any]
+    unit: Callable[[Any, PyTree, Any, Array], Any]
     summarise: Callable[[Any], tuple[Array, Array, Array]]
     gradients: np.ndarray
     seconds: np.ndarray
     bits: np.ndarray
     node_steps: Callable[[Any], ArrayLike]
+
+    def advance(self, state: Any, data: PyTree, plan: PyTree, begin: ArrayLike, end: ArrayLike) -> Any:
+        """The state after the units begin to end - 1."""
+        return lax.fori_loop(begin, end, lambda number, state: self.unit(state, data, plan, number), state)
 
 
 def running_sums(amounts: np.ndarray) -> np.ndarray:

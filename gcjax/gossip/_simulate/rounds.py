@@ -11,7 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from gcjax._comm.simulated import Transfer, ring_bytes
-from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._types import Array, PyTree
 from gcjax.gossip._graphs import Graph, adjacency, mixing_matrix
 from gcjax.gossip._matchings import rounds
 from gcjax.gossip._simulate.clocks import World, check_world, exchange_seconds, message_bits
@@ -60,7 +60,7 @@ def round_simulation(
     return Simulation(
         state=_first_state(trainer, nodes, algorithm),
         plan=plan,
-        advance=functools.partial(_run_rounds, trainer, algorithm, local_steps, world.drop),
+        unit=functools.partial(_one_round, trainer, algorithm, local_steps, world.drop),
         summarise=_summarise,
         gradients=running_sums(np.full(count, float(local_steps))),
         seconds=running_sums(slowest + seconds),
@@ -85,7 +85,7 @@ def _summarise(state: RoundState) -> tuple[Array, Array, Array]:
     return mean, distance_from_mean(state.models / state.weight[:, None], mean), jnp.int32(0)
 
 
-def _run_rounds(
+def _one_round(
     trainer: Trainer,
     algorithm: str,
     local_steps: int,
@@ -93,20 +93,14 @@ def _run_rounds(
     state: RoundState,
     data: PyTree,
     plan: PyTree,
-    begin: ArrayLike,
-    end: ArrayLike,
+    r: Array,
 ) -> RoundState:
-    """Rounds begin to end - 1."""
-
-    def one_round(r, state):
-        if algorithm == "allreduce":
-            return _large_batch(trainer, state, data, r)
-        if algorithm == "local_sgd":
-            return _local_sgd(trainer, state, data, r, local_steps)
-        step = _d_psgd if algorithm == "d_psgd" else _sgp
-        return step(trainer, state, data, plan, r, local_steps, drop)
-
-    return lax.fori_loop(begin, end, one_round, state)
+    if algorithm == "allreduce":
+        return _large_batch(trainer, state, data, r)
+    if algorithm == "local_sgd":
+        return _local_sgd(trainer, state, data, r, local_steps)
+    step = _d_psgd if algorithm == "d_psgd" else _sgp
+    return step(trainer, state, data, plan, r, local_steps, drop)
 
 
 def _large_batch(trainer: Trainer, state: RoundState, data: PyTree, r: Array) -> RoundState:

@@ -1,0 +1,118 @@
+"""`make_train_step`: the arguments of a training step, described and checked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from gcjax._moments import value_and_moments
+from gcjax._training.checks import check_spec, checked_axes
+from gcjax._training.step import TrainStep
+from gcjax._types import AxisNames, PyTree
+from gcjax._validation import check_flag, check_integer
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    axis_name: AxisNames = "data",
+    moments: Callable[..., Any] | None = value_and_moments,
+    accumulate: int = 1,
+    param_specs: PyTree = None,
+    has_aux: bool = False,
+    trainable: PyTree | Callable[[PyTree], PyTree] = None,
+    max_skipped: int = 10,
+    checks: bool = True,
+) -> TrainStep:
+    """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
+
+    A bad step, in which the gradient of some worker is not finite, is skipped whole: parameters, optimiser and
+    `model_state` stay as they were, bit for bit. Only `step` and `skipped` go on, and the compressor's state, which
+    counts the step and holds nothing of its gradient. Where parameters pass by all compressors, their updates must be
+    finite too. A loss that is not finite beside a finite gradient does not make a step bad. With `overlap="next_step"`
+    the bad step is the one after, whose update is made of the gradient that is not finite. A worker's `model_state`
+    also stays as it was when one of its entries would stop being finite.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
+        `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
+        `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with its own key.
+      tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state that
+        stand before the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
+        `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
+      mesh: the devices.
+      axis_name: axis or axes over which the batch is split.
+      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
+        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      accumulate: number of parts into which each worker's batch is split. Their gradients are computed one after the
+        other and averaged.
+      param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if they are
+        not. Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are
+        averaged over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis
+        (tensor parallelism): the loss sees the shards and calls the collectives itself, and `moments` is best None.
+        Each shard is compressed where it lives and has its own state.
+      has_aux: whether `loss_fn` returns more, as its last result: `(loss, aux)`, or `(loss, model_state, aux)`. It
+        comes back in `Metrics.aux`; over samples and parts it is put together as in `gcjax.value_and_moments`.
+      trainable: which parameters are trained: booleans in a pytree like `params` or a prefix, or a function from
+        `params` to these; None for all. The others are frozen: they have no gradient and no squares, are not sent, and
+        `tx` sees `optax.MaskedNode` in their place. They may have any dtype.
+      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: so as not to wait for the
+        devices, each call looks at the result of 8 calls ago. It cannot raise inside `jax.jit`.
+      checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
+        that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
+        finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
+        `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
+        samples. The call after 100 steps runs `gcjax.check_training`.
+
+    Returns:
+      `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
+      `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` as for a jitted function, of arrays or
+      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. The
+      state passed in is donated.
+
+    Raises:
+      ValueError: the mesh lacks an axis; `accumulate` or `max_skipped` is below 1; a dimension of a parameter is
+        sharded over axes of both sorts; (from `init`) a compressor without axis; `trainable` is no prefix of the
+        parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
+        samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
+        the state is not of this mesh.
+      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean; (from `init`) a parameter is no
+        array, or is to be trained and not of a floating-point dtype; (when called) a leaf of the batch is no array, the
+        state is no `TrainState`, `loss_fn` returns something else, `tx` asks for what a training step does not have.
+      FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
+      RuntimeError: (when called, on all processes) the processes would not run the same step from the same state; see
+        `gcjax.check_agreement`.
+
+    Example:
+      >>> import gcjax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
+      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh, moments=None)
+      >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
+      >>> print(state.params, metrics.loss, metrics.skipped)
+      3.0 [10.] 0
+    """
+    axes = checked_axes(mesh, axis_name, accumulate)
+    check_flag("has_aux", has_aux)
+    check_flag("checks", checks)
+    check_integer("max_skipped", max_skipped, 1)
+    param_specs = PartitionSpec() if param_specs is None else param_specs
+    for spec in jax.tree.leaves(param_specs):
+        check_spec(spec, mesh, axes)
+    return TrainStep(
+        loss_fn,
+        optax.with_extra_args_support(tx),
+        mesh,
+        axes,
+        moments,
+        accumulate,
+        param_specs,
+        has_aux=has_aux,
+        trainable=trainable,
+        max_skipped=max_skipped,
+        checks=checks,
+    )
