@@ -55,7 +55,7 @@ def dense_report(entries: int | Array, payload_bits: Array | float) -> SendRepor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EmptyState:
-    """State of a method that keeps nothing.
+    """State of a method that keeps nothing: `Compressor(EmptyState, update)`.
 
     Attributes:
       bucket: where the leaves lie. Static.

@@ -24,6 +24,7 @@ SHOWN_BY = {  # users get them from this function or class, whose doctest shows 
     "ConsensusDistance": "consensus_distance",
     "Curves": "simulate",
     "DelayState": "delay",
+    "EmptyState": "dense_codec",
     "Exchanged": "exchange",
     "GossipInfo": "info",
     "GossipState": "swarm_average",
