@@ -38,9 +38,14 @@ _tests_run = itertools.count()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the tests marked `full`
 def pytest_collection_modifyitems(items):
-    """Mark as `full` what `sample(n)` leaves out: all but n cases of a test, spread evenly over them."""
+    """Mark as `full` what `sample(n)` leaves out: all but n cases of a test, spread evenly over them.
+
+    The tests of a file run in one process, which compiles once what they share, unless they name another group.
+    """
     cases = collections.defaultdict(list)
     for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("sample"):
             cases[item.nodeid.split("[")[0]].append(item)
     for found in cases.values():

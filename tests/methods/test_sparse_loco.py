@@ -101,7 +101,7 @@ RNG = np.random.default_rng(0)
 
 def first_update(g, **options):
     tx = gcjax.sparse_loco_compress(**options)
-    update, state = tx.update(g, tx.init(g))
+    update, state = jax.jit(tx.update)(g, tx.init(g))
     return np.asarray(update), state
 
 
@@ -124,7 +124,8 @@ def test_values_that_are_equal_are_sent_but_for_the_last_bit():
 
 def test_every_leaf_has_its_own_table():
     g = {"large": np.full(50, 1e20, np.float32), "small": np.full((3, 3), 1e-20, np.float32)}
-    update = gcjax.sparse_loco_compress().update(g, gcjax.sparse_loco_compress().init(g))[0]
+    tx = gcjax.sparse_loco_compress()
+    update = jax.jit(tx.update)(g, tx.init(g))[0]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), update, g)
 
 
