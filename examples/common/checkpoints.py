@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+import gcjax
 from common.cli import Problem, Stopped
 
 SUMS = "SHA256SUMS"
@@ -25,7 +27,7 @@ UNCHECKED = {SUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}  # Orbax writes
 NOT_HYPERPARAMETERS = {
     *("data", "text", "out", "resume", "allow", "checkpoint_every", "decoders", "sample", "temperature"),
     *("coordinator", "processes", "process", "auto", "local", "wait", "heartbeat", "stall", "child"),
-    "devices_per_process",
+    *("devices_per_process", "elastic", "progress"),
 }
 UNHARMED = "Those before it are as they were: --resume goes on from the last"
 PyTree = Any
@@ -133,24 +135,38 @@ class Checkpoints:
         Args:
           state: the initial state, for shapes, dtypes and shardings.
           settings: the hyperparameters of this run, as `record["settings"]` has those of the checkpoint.
-          allow: names of settings that may differ.
+          allow: names of settings that may differ. With "workers" their number may: `gcjax.resize` makes the state.
 
         Raises:
           Problem: no checkpoint is whole, or it is of a run with other settings or another model.
         """
-        step = self._newest_whole()
+        step, mesh = self._newest_whole(), mesh_of(state)
         record = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        check_settings(record["settings"], settings, allow)
-        here = describe(state)
+        check_settings(record["settings"], settings | {"workers": mesh.size}, allow)
+        workers = record["settings"].get("workers", mesh.size)
+        target = state if workers == mesh.size else gcjax.restore_target(state, workers)
+        here = describe(target)
         for name in record["leaves"] | here:
             saved, own = record["leaves"].get(name, "missing"), here.get(name, "missing")
             if saved != own:
                 raise Problem(
-                    "--resume: the checkpoint is of another model, method or number of workers: "
+                    "--resume: the checkpoint is of another model or method: "
                     f"state{name} is {saved} in the checkpoint and {own} here"
                 )
-        like = ocp.args.StandardRestore(state)
-        return self.manager.restore(step, args=ocp.args.Composite(state=like))["state"], record
+        like = ocp.args.StandardRestore(target)
+        restored = self.manager.restore(step, args=ocp.args.Composite(state=like))["state"]
+        if workers == mesh.size:
+            return restored, record
+        state = gcjax.resize(restored, mesh)
+        before, after = mean_residuals(restored, mesh), mean_residuals(state, mesh)
+        error = np.abs(after - before).max(initial=0) / max(np.abs(before).max(initial=0), 1e-30)
+        if jax.process_index() == 0:
+            print(
+                f"--resume: from {workers} workers to {mesh.size}, after step {step}. The mean of the residuals is kept "
+                f"to {error:.1e} of its largest entry",
+                flush=True,
+            )
+        return state, record
 
     def _newest_whole(self) -> int:
         """The step of the newest checkpoint that is not damaged, on all processes what process 0 finds."""
@@ -187,7 +203,28 @@ def json_value(value: object) -> object:
 
 def make_record(state: PyTree, settings: Record, **more: Any) -> Record:
     """What `Checkpoints.save` needs beside the state so that `Checkpoints.restore` can compare it."""
-    return {"settings": settings, "leaves": describe(state), **more}
+    return {"settings": settings | {"workers": mesh_of(state).size}, "leaves": describe(state), **more}
+
+
+def mesh_of(state: PyTree) -> jax.sharding.Mesh:
+    """The mesh of the workers, on which all of the state lies."""
+    return jax.tree.leaves(state)[0].sharding.mesh
+
+
+def mean_residuals(state: PyTree, mesh: jax.sharding.Mesh) -> np.ndarray:
+    """float32[n], what the workers have not sent yet, in the mean over the workers, of all compressors."""
+
+    def is_compressor(node: object) -> bool:
+        return isinstance(node, gcjax.CompressState)
+
+    def means(states):
+        buckets = [bucket for state in states for bucket in state.buckets.stacked()]
+        residuals = [jax.vmap(lambda own: own.residual)(bucket) for bucket in buckets]
+        return jnp.concatenate([jnp.zeros(0), *(x.mean(0).ravel() for x in residuals)])
+
+    states = [node for node in jax.tree.leaves(state, is_leaf=is_compressor) if is_compressor(node)]
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    return np.asarray(jax.jit(means, out_shardings=everywhere)(states))
 
 
 def describe(state: PyTree) -> dict[str, str]:
@@ -205,6 +242,11 @@ def check_settings(saved: Record, here: Record, allow: list[str]) -> None:
     for name in here:
         if name in saved and name not in allowed and saved[name] != here[name]:
             option = name.replace("_", "-")
+            if name == "workers":
+                raise Problem(
+                    f"--resume: the checkpoint is of {saved[name]} workers, and here are {here[name]}. Run as many, or "
+                    "--allow workers: then gcjax.resize makes the state of as many as are here"
+                )
             raise Problem(
                 f"--resume: the checkpoint is of a run with --{option} {shown(saved[name])}, not "
                 f"{shown(here[name])}. Give the same, or --allow {option} if the change is meant"
