@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -118,9 +117,16 @@ class Checkpoints:
     def start(self, state: PyTree, args: argparse.Namespace) -> tuple[PyTree, Record | None]:
         """What to begin with: the initial state and None, or with `--resume` what `restore` returns.
 
+        With `--elastic`, what `restore` returns if there is a checkpoint, of any number of workers.
+
         Raises:
           Problem: see `restore`; or there are checkpoints, without `--resume`.
         """
+        if getattr(args, "elastic", None):  # what process 0 finds decides
+            found = np.int32(self.manager.latest_step() is not None)
+            if not multihost_utils.broadcast_one_to_all(found):
+                return state, None
+            return self.restore(state, settings_of(args), [*args.allow, "workers"])
         if args.resume:
             return self.restore(state, settings_of(args), args.allow)
         if self.manager.latest_step() is not None:
@@ -158,12 +164,12 @@ class Checkpoints:
         if workers == mesh.size:
             return restored, record
         state = gcjax.resize(restored, mesh)
-        before, after = mean_residuals(restored, mesh), mean_residuals(state, mesh)
+        before, after = mean_residuals(restored), mean_residuals(state)
         error = np.abs(after - before).max(initial=0) / max(np.abs(before).max(initial=0), 1e-30)
         if jax.process_index() == 0:
             print(
-                f"--resume: from {workers} workers to {mesh.size}, after step {step}. The mean of the residuals is kept "
-                f"to {error:.1e} of its largest entry",
+                f"--resume: from {workers} workers to {mesh.size}, after step {step}. The mean of the residuals is "
+                f"kept to {error:.1e} of its largest entry",
                 flush=True,
             )
         return state, record
@@ -211,20 +217,20 @@ def mesh_of(state: PyTree) -> jax.sharding.Mesh:
     return jax.tree.leaves(state)[0].sharding.mesh
 
 
-def mean_residuals(state: PyTree, mesh: jax.sharding.Mesh) -> np.ndarray:
+def mean_residuals(state: PyTree) -> np.ndarray:
     """float32[n], what the workers have not sent yet, in the mean over the workers, of all compressors."""
 
     def is_compressor(node: object) -> bool:
         return isinstance(node, gcjax.CompressState)
 
-    def means(states):
-        buckets = [bucket for state in states for bucket in state.buckets.stacked()]
-        residuals = [jax.vmap(lambda own: own.residual)(bucket) for bucket in buckets]
-        return jnp.concatenate([jnp.zeros(0), *(x.mean(0).ravel() for x in residuals)])
+    def whole(x: jax.Array | np.ndarray) -> np.ndarray:
+        held_here = isinstance(x, np.ndarray) or x.is_fully_addressable
+        return np.asarray(x if held_here else multihost_utils.process_allgather(x, tiled=True))
 
-    states = [node for node in jax.tree.leaves(state, is_leaf=is_compressor) if is_compressor(node)]
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    return np.asarray(jax.jit(means, out_shardings=everywhere)(states))
+    nodes = [node.buckets for node in jax.tree.leaves(state, is_leaf=is_compressor) if is_compressor(node)]
+    buckets = [bucket for node in nodes for bucket in jax.tree.map(whole, node).stacked()]
+    means = [jax.vmap(lambda own: own.residual)(bucket).mean(0) for bucket in buckets]
+    return np.concatenate([np.zeros(0, np.float32), *(np.ravel(x) for x in means)])
 
 
 def describe(state: PyTree) -> dict[str, str]:
