@@ -99,10 +99,9 @@ def train(args: argparse.Namespace) -> None:
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
     seconds, done, sent = [], 0, {"wire": 0.0, "dense": 0.0}  # bytes
     with contextlib.ExitStack() as stack:
-        checkpoints, should_stop = None, multihost_utils.reached_preemption_sync_point
+        checkpoints = None
         if args.out:
             checkpoints = stack.enter_context(Checkpoints(args.out))
-            should_stop = checkpoints.should_stop
             state, record = checkpoints.start(state, args)
             if record:
                 done, sent = record["done"], record["sent"]
@@ -118,7 +117,8 @@ def train(args: argparse.Namespace) -> None:
             sent = {"wire": sent["wire"] + info.wire_bytes, "dense": sent["dense"] + info.wire_ratio * info.wire_bytes}
             bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{info.wire_ratio:.1f}", refresh=False)
             bar.update()
-            stop = should_stop(done)  # after SIGTERM to any process, all of them after the same step
+            # After SIGTERM to any process, all of them stop after the same step.
+            stop = checkpoints.should_stop() if checkpoints else multihost_utils.reached_preemption_sync_point(done)
             if checkpoints and (stop or done % args.checkpoint_every == 0):
                 checkpoints.save(done, state, make_record(state, settings_of(args), done=done, sent=sent))
             if stop:

@@ -33,6 +33,17 @@ PyTree = Any
 Record = dict[str, Any]
 
 
+class Manager(ocp.CheckpointManager):
+    """A manager that leaves SIGTERM to `Checkpoints.should_stop`.
+
+    All processes stop at the step after the largest number that any has given to JAX. Orbax would also give those of
+    checkpoints, which are past when they are written: then no process might ever stop.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpoints:
     """The last two checkpoints of a run, each in a folder named after its step.
 
@@ -45,7 +56,7 @@ class Checkpoints:
     def __init__(self, folder: Path):
         """Open the folder, or make it. Raises Problem if it cannot be made."""
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs the tracebacks of errors that it raises too
-        self.folder, self.terminated, self._saving = folder.absolute(), False, 0
+        self.folder, self.terminated, self._saving, self._asked = folder.absolute(), False, 0, 0
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             cleanup_tmp_directories=True,  # of saves that were cut off
@@ -53,7 +64,7 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_sums),
         )
         try:
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self.manager = Manager(self.folder, options=options)
         except OSError as error:
             raise Problem(f"--out: cannot make the folder {str(folder)!r} ({error.strerror})") from error
 
@@ -75,9 +86,10 @@ class Checkpoints:
     def _terminate(self, *_: object) -> None:
         self.terminated = True
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self) -> bool:
         """Whether SIGTERM came to any process. Called once after each step, it is true on all processes together."""
-        return self.terminated or self.manager.reached_preemption(step)
+        self._asked += 1  # from 1 in a resumed run too: SIGTERM before the first step names step 1
+        return self.terminated or multihost_utils.reached_preemption_sync_point(self._asked)
 
     def save(self, step: int, state: PyTree, record: Record) -> None:
         """Begin to save a checkpoint, once the last one is saved. Raises Problem if that or this one fails."""

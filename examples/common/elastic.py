@@ -117,7 +117,7 @@ class Launcher:
         self.failed = self.plan.number if self.plan else 0  # the plan whose child has ended: none is here yet
         self.failure: tuple[int, float] | None = None  # the last plan seen to have failed, and when
         self.child: Child | None = None
-        self.ending: float | None = None  # when a child that saves is killed
+        self.ending: float | None = None  # when the child, which has been told to save and end, is killed
         self.fruitless = 0
         self.last, self.before = Step(0, 0, self.begin), Step(0, 0, self.begin)  # in this plan, in earlier ones
         self.told_of = 0  # the last plan whose first step was told
@@ -146,7 +146,7 @@ class Launcher:
             (self.beats / self.own).unlink(missing_ok=True)  # so that the others need not wait
 
     def _terminate(self, *_: object) -> None:
-        self.told_to_end = True
+        self.told_to_end, self.ending = True, time.monotonic() + SAVE
         if self.child:
             self.child.process.send_signal(signal.SIGTERM)
 
@@ -223,10 +223,12 @@ class Launcher:
                 self.child = Child(self.command, plan, plan.hosts.index(self.own), self.args)
         if self.child is None:
             return Stopped.status if self.told_to_end else None
-        if not self.child.ended.qsize():
-            self.tell_first_step()
-            return None
-        return self.child_has_ended()
+        if self.child.ended.qsize():
+            return self.child_has_ended()
+        if self.told_to_end and time.monotonic() > self.ending:
+            return Stopped.status
+        self.tell_first_step()
+        return None
 
     def child_has_ended(self) -> int | None:
         """Note how the child has ended. Returns the exit status of this process if it is of no use to go on."""

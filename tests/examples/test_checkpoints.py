@@ -6,6 +6,9 @@ import re
 import resource
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from commands import curve, result
+from commands import LIMIT, ROOT, curve, environment, result
 from common import training
 from common.checkpoints import Checkpoints, make_record, mean_residuals
 from common.cli import Parser, Problem, Stopped
@@ -304,6 +307,29 @@ def raise_cut():
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+EARLY = """
+import os, signal, sys, time, jax
+from pathlib import Path
+from common.checkpoints import Checkpoints
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+with Checkpoints(Path(sys.argv[2])) as checkpoints:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # JAX looks once a second
+    print(checkpoints.should_stop())
+"""
+
+
+@pytest.mark.full
+def test_sigterm_before_the_first_step_stops_a_run_after_it(tmp_path):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        arguments = [sys.executable, "-c", EARLY, str(held.getsockname()[1]), str(tmp_path)]
+        variables = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'examples'}")
+        done = subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 NEEDS = {"strom": "threshold=0.01", "demo": "top_k=8"}
