@@ -223,6 +223,9 @@ def test_the_ratio_takes_a_gradient_or_its_norm_and_is_printed():
         gcjax.info(state, optax.tree.norm({"w": jnp.array([3.0, 4.0])})).residual_ratio, left / 5
     )
     assert ", 0.632 times the gradient's\n" in str(gcjax.info(state, 5.0))
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])  # on which the parameters of a training step lie
+    placed = jax.device_put(jnp.array([3.0, 4.0]), jax.NamedSharding(mesh, P()))
+    np.testing.assert_allclose(gcjax.info(state, placed).residual_ratio, left / 5)
     assert np.isnan(gcjax.info(state).residual_ratio).all()
     assert "times" not in str(gcjax.info(state))
     assert np.isinf(gcjax.info(state, jnp.zeros(4)).residual_ratio).all()
