@@ -254,15 +254,14 @@ class Launcher:
 
     def tell_plan(self, old: Plan | None) -> None:
         here = ", ".join(self.plan.hosts)
-        count = f"{len(self.plan.hosts)} host{'s' if len(self.plan.hosts) > 1 else ''}"
         if old is None:
-            tell(f"plan {self.plan.number}: {count}: {here}")
+            tell(f"plan {self.plan.number}: to train together: {here}")
             return
         lost, new = sorted(set(old.hosts) - set(self.plan.hosts)), sorted(set(self.plan.hosts) - set(old.hosts))
         why = [f"{', '.join(lost)} is lost"] if lost else []
         why += [f"{', '.join(new)} joins"] if new else []
         why = " and ".join(why) or "a training process has ended"
-        tell(f"plan {self.plan.number}: {why}; {count} go on from the last checkpoint: {here}")
+        tell(f"plan {self.plan.number}: {why}; to go on from the last checkpoint: {here}")
 
     def tell_first_step(self) -> None:
         """Say what the change of hosts cost, once, on the first host."""
@@ -315,4 +314,8 @@ class Child:
 
 def run(args: argparse.Namespace, command: list[str]) -> int:
     """Train on this host, and on the others that are there, until training is complete. Returns the exit status."""
-    return Launcher(args, command).run()
+    try:
+        return Launcher(args, command).run()
+    except OSError as error:
+        print_error(f"--elastic: cannot use the folder {str(args.out)!r} ({error.strerror})")
+        return 2

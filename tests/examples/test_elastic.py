@@ -11,6 +11,7 @@ import commands
 import multihost
 import pytest
 from commands import LIMIT
+from common import elastic
 from common.elastic import Host, Launcher, Plan, next_hosts
 
 SILENCE, NOW = 10.0, 100.0
@@ -106,6 +107,19 @@ def test_options_that_contradict_each_other_are_named(options, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    args = multihost.parse_options(["--elastic=a:1", f"--out={tmp_path / 'file'}"])
+    assert elastic.run(args, []) == 2
+    assert "cannot use the folder" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_named(launchers, capsys):
+    launchers[0].propose([])
+    assert elastic.run(launchers[0].args, []) == 2
+    assert "is complete" in capsys.readouterr().err
+
+
 class RealHost:
     """A host: the launcher, whose child dies with it. Its output is read as it comes."""
 
@@ -138,16 +152,16 @@ def test_training_goes_on_without_a_killed_host_and_takes_it_back(tmp_path):
         ports = [held.getsockname()[1] + 10 * i for i in range(2)]
     first, second = hosts = [RealHost(i, ports, tmp_path) for i in range(2)]
     try:
-        first.wait_for("plan 1: 2 hosts")
+        first.wait_for(f"plan 1: to train together: {first.address}, {second.address}$")
         first.wait_for(r"[^0/]\d*/1000000 .*step/s, loss=")
         second.process.send_signal(signal.SIGKILL)
-        first.wait_for(f"plan 2: {second.address} is lost; 1 host go")
+        first.wait_for(f"plan 2: {second.address} is lost; to go on from the last checkpoint: {first.address}$")
         assert float(first.wait_for(r"from 2 workers to 1, .* kept to (\S+) of")[1]) < 1e-6
         after, lost = map(int, first.wait_for(r"plan 2: training goes on after step (\d+), with (\d+) ").groups())
         assert after % 20 == 0
         assert lost <= 60  # two checkpoints may have been under way
         hosts.append(RealHost(1, ports, tmp_path))
-        first.wait_for(f"plan 3: {second.address} joins; 2 hosts go on")
+        first.wait_for(f"plan 3: {second.address} joins; to go on")
         assert float(first.wait_for(r"from 1 workers to 2, .* kept to (\S+) of")[1]) < 1e-6
         again, lost = map(int, first.wait_for(r"plan 3: training goes on after step (\d+), with (\d+) ").groups())
         assert again > after
