@@ -214,10 +214,10 @@ def main() -> None:
             row = kill_and_return(hosts, kind, draw.randrange(args.hosts), draw.uniform(0, 10), plan)
             plan = row.pop("plan")
             record["kills"].append(row)
+            provenance.save(args.out, "elastic", record, table(record))
         statuses = hosts.stop()
         if set(statuses) != {128 + signal.SIGTERM}:
             raise SystemExit(f"elastic.py: the hosts ended with {statuses}; see the logs in {args.work}")
-    provenance.save(args.out, "elastic", record, table(record))
     print(table(record))
 
 
