@@ -22,6 +22,8 @@ _CIFAR10 = ("bench/table.py", "examples/cifar10.py", "examples/common")
 SOURCES = {
     "accelerators": ("bench/accelerators",),
     "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
+    "damage": ("bench/damage.py", "examples/multihost.py", "examples/common"),
+    "elastic": ("bench/elastic.py", "bench/network/links.py", "examples/multihost.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
     "local": ("bench/local.py", "examples/gossip.py", "examples/common"),
     "methods": ("bench/methods.py",),

@@ -8,6 +8,7 @@ all machines must share, training goes on from the last checkpoint with --resume
     python examples/multihost.py --local 2          # two processes on this machine's CPU
     python examples/multihost.py --coordinator 10.0.0.1:9876 --processes 2 --process 0    # on one machine, 10.0.0.1
     python examples/multihost.py --coordinator 10.0.0.1:9876 --processes 2 --process 1    # on another
+    python examples/multihost.py --elastic 10.0.0.1:9876 --out /shared/run    # on each machine, with its own address
     srun python examples/multihost.py --auto        # SLURM, Open MPI, Kubernetes, TPU slices: JAX finds the others
     python examples/multihost.py --help
 """
@@ -98,10 +99,9 @@ def train(args: argparse.Namespace) -> None:
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
     seconds, done, sent = [], 0, {"wire": 0.0, "dense": 0.0}  # bytes
     with contextlib.ExitStack() as stack:
-        checkpoints, should_stop = None, multihost_utils.reached_preemption_sync_point
+        checkpoints = None
         if args.out:
             checkpoints = stack.enter_context(Checkpoints(args.out))
-            should_stop = checkpoints.should_stop
             state, record = checkpoints.start(state, args)
             if record:
                 done, sent = record["done"], record["sent"]
@@ -112,12 +112,13 @@ def train(args: argparse.Namespace) -> None:
             state, metrics = step(state, placed)
             loss = float(metrics.loss.addressable_shards[0].data[0])  # of one worker; waits for the step
             seconds.append(time.perf_counter() - begin)
-            launch.step_finished()
+            launch.step_finished(done + 1)
             info, done = gcjax.info(state.opt_state), done + 1
             sent = {"wire": sent["wire"] + info.wire_bytes, "dense": sent["dense"] + info.wire_ratio * info.wire_bytes}
             bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{info.wire_ratio:.1f}", refresh=False)
             bar.update()
-            stop = should_stop(done)  # after SIGTERM to any process, all of them after the same step
+            # After SIGTERM to any process, all of them stop after the same step.
+            stop = checkpoints.should_stop() if checkpoints else multihost_utils.reached_preemption_sync_point(done)
             if checkpoints and (stop or done % args.checkpoint_every == 0):
                 checkpoints.save(done, state, make_record(state, settings_of(args), done=done, sent=sent))
             if stop:
@@ -157,7 +158,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
-    launch.add_options(parser)
+    launch.add_options(parser, elastic=True)
     cpus = "virtual CPU devices of each process, each a worker; 1 with --local; without it all devices that JAX finds"
     parser.add_argument("--devices-per-process", type=count, metavar="D", help=cpus)
     parser.add_argument("--method", choices=METHODS, default="variance", help="how gradients are exchanged")

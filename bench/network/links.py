@@ -118,12 +118,12 @@ def _made() -> dict[str, int]:
 
 
 def _runs_benchmark(process: int) -> bool:
-    """Whether the process is alive and is this benchmark: ids are reused."""
+    """Whether the process is alive and is a benchmark with hosts: ids are reused."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
-    return re.search(rb"bench[./]network(/|/__main__\.py)?\0", command) is not None
+    return re.search(rb"bench[./](network(/|/__main__\.py)?|elastic(\.py)?)\0", command) is not None
 
 
 def _run(*command: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+import gcjax
 from common.cli import Problem, Stopped
 
 SUMS = "SHA256SUMS"
@@ -25,11 +26,22 @@ UNCHECKED = {SUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}  # Orbax writes
 NOT_HYPERPARAMETERS = {
     *("data", "text", "out", "resume", "allow", "checkpoint_every", "decoders", "sample", "temperature"),
     *("coordinator", "processes", "process", "auto", "local", "wait", "heartbeat", "stall", "child"),
-    "devices_per_process",
+    *("devices_per_process", "elastic", "progress"),
 }
 UNHARMED = "Those before it are as they were: --resume goes on from the last"
 PyTree = Any
 Record = dict[str, Any]
+
+
+class Manager(ocp.CheckpointManager):
+    """A manager that leaves SIGTERM to `Checkpoints.should_stop`.
+
+    All processes stop at the step after the largest number that any has given to JAX. Orbax would also give those of
+    checkpoints, which are past when they are written: then no process might ever stop.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
 
 
 class Checkpoints:
@@ -44,7 +56,7 @@ class Checkpoints:
     def __init__(self, folder: Path):
         """Open the folder, or make it. Raises Problem if it cannot be made."""
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs the tracebacks of errors that it raises too
-        self.folder, self.terminated, self._saving = folder.absolute(), False, 0
+        self.folder, self.terminated, self._saving, self._asked = folder.absolute(), False, 0, 0
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2,
             cleanup_tmp_directories=True,  # of saves that were cut off
@@ -52,7 +64,7 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_sums),
         )
         try:
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self.manager = Manager(self.folder, options=options)
         except OSError as error:
             raise Problem(f"--out: cannot make the folder {str(folder)!r} ({error.strerror})") from error
 
@@ -74,9 +86,10 @@ class Checkpoints:
     def _terminate(self, *_: object) -> None:
         self.terminated = True
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self) -> bool:
         """Whether SIGTERM came to any process. Called once after each step, it is true on all processes together."""
-        return self.terminated or self.manager.reached_preemption(step)
+        self._asked += 1  # from 1 in a resumed run too: SIGTERM before the first step names step 1
+        return self.terminated or multihost_utils.reached_preemption_sync_point(self._asked)
 
     def save(self, step: int, state: PyTree, record: Record) -> None:
         """Begin to save a checkpoint, once the last one is saved. Raises Problem if that or this one fails."""
@@ -116,9 +129,16 @@ class Checkpoints:
     def start(self, state: PyTree, args: argparse.Namespace) -> tuple[PyTree, Record | None]:
         """What to begin with: the initial state and None, or with `--resume` what `restore` returns.
 
+        With `--elastic`, what `restore` returns if there is a checkpoint, of any number of workers.
+
         Raises:
           Problem: see `restore`; or there are checkpoints, without `--resume`.
         """
+        if getattr(args, "elastic", None):  # what process 0 finds decides
+            found = np.int32(self.manager.latest_step() is not None)
+            if not multihost_utils.broadcast_one_to_all(found):
+                return state, None
+            return self.restore(state, settings_of(args), [*args.allow, "workers"])
         if args.resume:
             return self.restore(state, settings_of(args), args.allow)
         if self.manager.latest_step() is not None:
@@ -133,24 +153,38 @@ class Checkpoints:
         Args:
           state: the initial state, for shapes, dtypes and shardings.
           settings: the hyperparameters of this run, as `record["settings"]` has those of the checkpoint.
-          allow: names of settings that may differ.
+          allow: names of settings that may differ. With "workers" their number may: `gcjax.resize` makes the state.
 
         Raises:
           Problem: no checkpoint is whole, or it is of a run with other settings or another model.
         """
-        step = self._newest_whole()
+        step, mesh = self._newest_whole(), mesh_of(state)
         record = self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        check_settings(record["settings"], settings, allow)
-        here = describe(state)
+        check_settings(record["settings"], settings | {"workers": mesh.size}, allow)
+        workers = record["settings"].get("workers", mesh.size)
+        target = state if workers == mesh.size else gcjax.restore_target(state, workers)
+        here = describe(target)
         for name in record["leaves"] | here:
             saved, own = record["leaves"].get(name, "missing"), here.get(name, "missing")
             if saved != own:
                 raise Problem(
-                    "--resume: the checkpoint is of another model, method or number of workers: "
+                    "--resume: the checkpoint is of another model or method: "
                     f"state{name} is {saved} in the checkpoint and {own} here"
                 )
-        like = ocp.args.StandardRestore(state)
-        return self.manager.restore(step, args=ocp.args.Composite(state=like))["state"], record
+        like = ocp.args.StandardRestore(target)
+        restored = self.manager.restore(step, args=ocp.args.Composite(state=like))["state"]
+        if workers == mesh.size:
+            return restored, record
+        state = gcjax.resize(restored, mesh)
+        before, after = mean_residuals(restored), mean_residuals(state)
+        error = np.abs(after - before).max(initial=0) / max(np.abs(before).max(initial=0), 1e-30)
+        if jax.process_index() == 0:
+            print(
+                f"--resume: from {workers} workers to {mesh.size}, after step {step}. The mean of the residuals is "
+                f"kept to {error:.1e} of its largest entry",
+                flush=True,
+            )
+        return state, record
 
     def _newest_whole(self) -> int:
         """The step of the newest checkpoint that is not damaged, on all processes what process 0 finds."""
@@ -187,7 +221,28 @@ def json_value(value: object) -> object:
 
 def make_record(state: PyTree, settings: Record, **more: Any) -> Record:
     """What `Checkpoints.save` needs beside the state so that `Checkpoints.restore` can compare it."""
-    return {"settings": settings, "leaves": describe(state), **more}
+    return {"settings": settings | {"workers": mesh_of(state).size}, "leaves": describe(state), **more}
+
+
+def mesh_of(state: PyTree) -> jax.sharding.Mesh:
+    """The mesh of the workers, on which all of the state lies."""
+    return jax.tree.leaves(state)[0].sharding.mesh
+
+
+def mean_residuals(state: PyTree) -> np.ndarray:
+    """float32[n], what the workers have not sent yet, in the mean over the workers, of all compressors."""
+
+    def is_compressor(node: object) -> bool:
+        return isinstance(node, gcjax.CompressState)
+
+    def whole(x: jax.Array | np.ndarray) -> np.ndarray:
+        held_here = isinstance(x, np.ndarray) or x.is_fully_addressable
+        return np.asarray(x if held_here else multihost_utils.process_allgather(x, tiled=True))
+
+    nodes = [node.buckets for node in jax.tree.leaves(state, is_leaf=is_compressor) if is_compressor(node)]
+    buckets = [bucket for node in nodes for bucket in jax.tree.map(whole, node).stacked()]
+    means = [jax.vmap(lambda own: own.residual)(bucket).mean(0) for bucket in buckets]
+    return np.concatenate([np.zeros(0, np.float32), *(np.ravel(x) for x in means)])
 
 
 def describe(state: PyTree) -> dict[str, str]:
@@ -205,6 +260,11 @@ def check_settings(saved: Record, here: Record, allow: list[str]) -> None:
     for name in here:
         if name in saved and name not in allowed and saved[name] != here[name]:
             option = name.replace("_", "-")
+            if name == "workers":
+                raise Problem(
+                    f"--resume: the checkpoint is of {saved[name]} workers, and here are {here[name]}. Run as many, or "
+                    "--allow workers: then gcjax.resize makes the state of as many as are here"
+                )
             raise Problem(
                 f"--resume: the checkpoint is of a run with --{option} {shown(saved[name])}, not "
                 f"{shown(here[name])}. Give the same, or --allow {option} if the change is meant"

@@ -126,7 +126,7 @@ class Log:
           Problem: it cannot be saved.
         """
         done = len(self.rows["steps"])
-        stop = self.checkpoints.should_stop(done)
+        stop = self.checkpoints.should_stop()
         if stop or number == 0 or (self.args.checkpoint_every and done % self.args.checkpoint_every == 0):
             own = {"epoch": epoch, "number": number, "steps": self.steps, "totals": dict(self.totals)}
             rows = {name: list(rows) for name, rows in self.rows.items()}

@@ -51,6 +51,9 @@ class Info(NamedTuple):
         sample. About 1 for noise, n for n samples that agree. Far below 1: the gradient was scaled without its squares.
       saturated: entries of the last update beyond the range of their leaf's dtype, such as float16. They became its
         largest number, and the rest is lost: compress float32 or bfloat16 gradients, or use a smaller loss scale.
+      residual_ratio: float64[workers], `residual_norm` / norm of the gradient that `info` was given, about the number
+        of steps for which gradients wait; nan without a gradient. It should settle: if it grows and grows, the method
+        sends less than comes in.
     """
 
     selected: np.ndarray
@@ -69,23 +72,27 @@ class Info(NamedTuple):
     identical: int
     squares_ratio: float
     saturated: int
+    residual_ratio: np.ndarray
 
     def __str__(self) -> str:
         sent = float(np.mean(self.sent))
         bits = f", {np.mean(self.payload_bits) / sent:.1f} bits per entry" if sent else ""
         ratio = "" if np.isnan(self.wire_ratio) else f", 1/{self.wire_ratio:,.1f} of a float32 all-reduce"
+        waits = (
+            "" if np.isnan(self.residual_ratio).any() else f", {np.max(self.residual_ratio):.3g} times the gradient's"
+        )
         held_back = f"{np.mean(self.underflow):,.0f} too small for the code, {np.mean(self.overflow):,.0f} beyond"
         lines = [
             f"sent     {sent:,.0f} entries per worker, {1 / self.compression_ratio:.2%} of the parameters{bits}",
             f"selected {np.mean(self.selected):,.0f}: {held_back} the capacity of {self.capacity:,}",
             f"moved    {self.wire_bytes:,.0f} bytes per worker{ratio}",
-            f"waiting  residual norm {np.min(self.residual_norm):.3g} to {np.max(self.residual_norm):.3g}",
+            f"waiting  residual norm {np.min(self.residual_norm):.3g} to {np.max(self.residual_norm):.3g}{waits}",
             f"skipped  {self.skipped} updates so far, {self.saturated} entries saturated in the last one",
         ]
         return "\n".join(lines)
 
 
-def info(opt_state: PyTree) -> Info:
+def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
     """Read from an optimiser's state what its compressing transform sent in the last update.
 
     It fetches arrays, so call it between steps, not inside `jax.jit`.
@@ -94,6 +101,7 @@ def info(opt_state: PyTree) -> Info:
       opt_state: any optax state that holds a gcjax state: of `optax.chain`, of a single transform,
         `TrainState.opt_state`; of one worker or of all. On a mesh of several processes, each process sees the workers
         on its own devices. States of several compressors (`optax.partition`) are added up.
+      gradient: of one worker's batch, or its norm, for `residual_ratio`.
 
     Returns:
       The `Info` of the last update.
@@ -115,13 +123,17 @@ def info(opt_state: PyTree) -> Info:
     waiting  residual norm 1.12 to 1.12
     skipped  0 updates so far, 0 entries saturated in the last one
     """
-    states = _readable_states(opt_state)
+    states = _readable_states((opt_state, gradient))
     reports = [_report(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
     workers = int(reports[0].workers[0])
     wire_bytes = float(sent.wire_bytes[0])
     mean_sent = float(np.mean(sent.sent))
+    residual_norm = np.linalg.norm([_residual_norms(s) for s in states], axis=0)
+    gradient_norm = np.linalg.norm([float(_norm(leaf)) for leaf in jax.tree.leaves(gradient)])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        residual_ratio = residual_norm / (np.nan if gradient is None else gradient_norm)
     dense_bytes = 2 * (workers - 1) / workers * 4 * parameters / int(reports[0].inner_workers[0])
     return Info(
         selected=sent.selected.astype(np.int64),
@@ -134,12 +146,13 @@ def info(opt_state: PyTree) -> Info:
         entropy_bits=sent.entropy_bits,
         compression_ratio=parameters / mean_sent if mean_sent else float("inf"),
         wire_ratio=dense_bytes / wire_bytes if wire_bytes else float("nan"),
-        residual_norm=np.linalg.norm([_residual_norms(s) for s in states], axis=0),
+        residual_norm=residual_norm,
         skipped=max(int(r.skipped[0]) for r in reports),
         misplaced=max(int(r.symptoms.misplaced[0]) for r in reports),
         identical=max(int(r.symptoms.identical[0]) for r in reports),
         squares_ratio=min(float(r.symptoms.squares_ratio[0]) for r in reports),
         saturated=sum(int(r.saturated[0]) for r in reports),
+        residual_ratio=residual_ratio,
     )
 
 
@@ -200,7 +213,7 @@ def _readable_states(opt_state: PyTree) -> list[CompressState]:
     states = compress_states(opt_state)
     if not states:
         raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(states)):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(opt_state)):
         raise TypeError(
             "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
         )
@@ -268,10 +281,12 @@ def _automatic_axes(tree: PyTree) -> Iterator[PyTree]:
 def _bucket_norms(buckets: PerWorker, workers: int) -> Array:
     """float32[buckets, workers], 2-norm of every bucket's residual. A state without leaves does not know `workers`."""
 
-    def norm(state):
-        residual = state.residual
-        largest = jnp.maximum(jnp.max(jnp.abs(residual)), TINY)  # squares of 1e38 and of 1e-38 leave float32's range
-        return largest * jnp.linalg.norm(residual / largest)
-
-    norms = [jax.vmap(norm, axis_size=workers)(state) for state in buckets.stacked()]
+    norms = [jax.vmap(lambda own: _norm(own.residual), axis_size=workers)(state) for state in buckets.stacked()]
     return jnp.asarray(norms, jnp.float32).reshape(-1, workers)
+
+
+def _norm(x: Array) -> Array:
+    """2-norm in float32, of entries of any magnitude."""
+    x = jnp.abs(jnp.asarray(x)).astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(x, initial=0), TINY)  # squares of 1e38 and of 1e-38 leave float32's range
+    return largest * jnp.sqrt(jnp.sum((x / largest) ** 2))

@@ -2,23 +2,30 @@
 
 import gc
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
-from commands import curve, result
+from commands import LIMIT, ROOT, curve, environment, result
 from common import training
-from common.checkpoints import Checkpoints, make_record
+from common.checkpoints import Checkpoints, make_record, mean_residuals
 from common.cli import Parser, Problem, Stopped
 from common.log import Log
 from common.options import add_training, method_names
 from jax.experimental.compilation_cache import compilation_cache
+
+import gcjax
 
 SETTINGS = {"batch": 8, "method": ["variance", {"alpha": 1.5}], "learning_rate": 0.1, "width": None}
 
@@ -147,17 +154,54 @@ def test_other_settings_are_refused_unless_allowed(other, message, sound, tmp_pa
 
 def test_another_model_is_named_by_its_first_leaf(sound, tmp_path):
     with Checkpoints(copy(sound, tmp_path)) as checkpoints:
-        state = make_state(0) | {"w": jnp.zeros((2, 5))}
+        state = make_state(0)
+        state["w"] = jax.device_put(jnp.zeros((2, 5)), state["w"].sharding)
         with pytest.raises(
             Problem, match=r"another model.*state\['w'\] is float32\[2, 300\] in the .* float32\[2, 5\]"
         ):
             checkpoints.restore(state, SETTINGS, [])
 
 
+def make_workers(number):
+    """A training step on so many workers, its initial state, and a batch for any number of them."""
+    mesh = jax.make_mesh((number,), ("data",), devices=jax.devices()[:number])
+    tx = optax.chain(gcjax.top_k_compress(0.1, axis_name="data"), optax.sgd(0.1))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), tx, mesh, moments=None)
+    return step, step.init(jnp.ones((40, 5))), np.random.default_rng(0).normal(size=(12, 40)).astype(np.float32)
+
+
+@pytest.mark.parametrize("fewer", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_another_number_of_workers_is_named_and_with_leave_resized(fewer, tmp_path, capsys):
+    step, state, batch = make_workers(3)
+    state, _ = step(state, batch)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, make_record(state, SETTINGS))
+    step, fresh, _ = make_workers(fewer)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(Problem, match=r"of 3 workers, and here are .*--allow workers: then gcjax\.resize makes"):
+            checkpoints.restore(fresh, SETTINGS, [])
+        restored, _ = checkpoints.restore(fresh, SETTINGS, ["workers"])
+    said = capsys.readouterr().out
+    assert float(re.search(rf"from 3 workers to {fewer}, after step 1\..* is kept to (\S+) of its", said)[1]) < 1e-6
+    expected = gcjax.resize(state, fresh.params.sharding.mesh)
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+    assert gcjax.info(restored.opt_state).residual_norm.min() > 0
+    step(restored, batch)
+
+
+def test_what_changes_in_resizing_is_measured():
+    step, state, batch = make_workers(3)
+    state, _ = step(state, batch)
+    before = mean_residuals(state)
+    assert before.shape[0] >= 200
+    state, _ = step(state, batch)
+    assert np.abs(mean_residuals(state) - before).max() > 0.1 * np.abs(before).max()
+
+
 def test_too_small_a_disk_gives_one_line_before_anything_is_written(sound, tmp_path):
     folder = copy(sound, tmp_path)
     before = files(folder)
-    huge = {"w": np.broadcast_to(np.float32(0), 10**15)}
+    huge = make_state(0) | {"w": np.broadcast_to(np.float32(0), 10**15)}
     with (
         Checkpoints(folder) as checkpoints,
         pytest.raises(Problem, match=r"has [\d,.]+ MB left, and the checkpoint of step 9 may take 4,000,000,000.0 MB"),
@@ -263,6 +307,29 @@ def raise_cut():
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+EARLY = """
+import os, signal, sys, time, jax
+from pathlib import Path
+from common.checkpoints import Checkpoints
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
+with Checkpoints(Path(sys.argv[2])) as checkpoints:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # JAX looks once a second
+    print(checkpoints.should_stop())
+"""
+
+
+@pytest.mark.full
+def test_sigterm_before_the_first_step_stops_a_run_after_it(tmp_path):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        arguments = [sys.executable, "-c", EARLY, str(held.getsockname()[1]), str(tmp_path)]
+        variables = environment(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'examples'}")
+        done = subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 NEEDS = {"strom": "threshold=0.01", "demo": "top_k=8"}

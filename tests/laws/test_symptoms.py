@@ -193,3 +193,41 @@ def test_a_training_step_checks_after_a_hundred():
         train(same)
     train(own)
     train(same, checks=False)
+
+
+def residual_ratios(tx, gradient, marks):
+    state, found = tx.init(gradient), []
+    update = jax.jit(tx.update)
+    for step in range(1, max(marks) + 1):
+        _, state = update(gradient, state)
+        if step in marks:
+            found.append(float(gcjax.info(state, gradient).residual_ratio[0]))
+    return found
+
+
+def test_a_residual_that_grows_for_ever_shows_beside_the_gradient():
+    gradient = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(20, 30)), jnp.bfloat16), "b": jnp.full(3, 1e-3)}
+    grows = residual_ratios(gcjax.strom_compress(threshold=0.01), gradient, [10, 40])
+    np.testing.assert_allclose(grows, [10, 40], rtol=0.05)
+    settles = residual_ratios(gcjax.top_k_compress(0.5), gradient, [10, 40])
+    assert max(settles) < 2
+
+
+def test_the_ratio_takes_a_gradient_or_its_norm_and_is_printed():
+    tx, gradient = gcjax.top_k_compress(0.5), {"w": jnp.array([3e30, 4e30, 0, 0])}
+    state = tx.update({"w": jnp.array([1.0, 3, -4, 5])}, tx.init(gradient))[1]
+    left = gcjax.info(state).residual_norm
+    assert left == pytest.approx(10**0.5)
+    np.testing.assert_allclose(gcjax.info(state, gradient).residual_ratio, left / 5e30, rtol=1e-6)
+    np.testing.assert_allclose(
+        gcjax.info(state, optax.tree.norm({"w": jnp.array([3.0, 4.0])})).residual_ratio, left / 5
+    )
+    assert ", 0.632 times the gradient's\n" in str(gcjax.info(state, 5.0))
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])  # on which the parameters of a training step lie
+    placed = jax.device_put(jnp.array([3.0, 4.0]), jax.NamedSharding(mesh, P()))
+    np.testing.assert_allclose(gcjax.info(state, placed).residual_ratio, left / 5)
+    assert np.isnan(gcjax.info(state).residual_ratio).all()
+    assert "times" not in str(gcjax.info(state))
+    assert np.isinf(gcjax.info(state, jnp.zeros(4)).residual_ratio).all()
+    with pytest.raises(TypeError, match=r"cannot run inside jax\.jit"):
+        jax.jit(lambda g: gcjax.info(state, g).sent)(gradient)
