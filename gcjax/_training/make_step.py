@@ -88,7 +88,7 @@ def make_train_step(
         `gcjax.check_agreement`.
 
     Example:
-      >>> import gcjax
+      >>> import gcjax, jax, optax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
       >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh, moments=None)

@@ -108,7 +108,8 @@ def wait_for_steps(process):
     threading.Thread(target=process.stdout.read, daemon=True).start()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.full
 def test_after_a_kill_the_other_stops_and_says_so(victim, start, port):
     options = ("--method=dense", "--steps=1000000")
     processes = [start(*member(port, i, *options, *["--child"] * (i == victim))) for i in (0, 1)]
@@ -124,7 +125,8 @@ def test_after_a_kill_the_other_stops_and_says_so(victim, start, port):
     assert "Check failure" not in errors
 
 
-@pytest.mark.parametrize("told", ["worker", pytest.param("parent", marks=pytest.mark.full)])
+@pytest.mark.parametrize("told", ["worker", "parent"])
+@pytest.mark.full
 def test_after_sigterm_all_processes_save_and_training_goes_on_bit_for_bit(told, start, port, tmp_path):
     options = ("--method=top_k", "--batch=8", f"--out={tmp_path}")
     first = [start(*member(port, i, *options, "--steps=1000000", *["--child"] * (told == "worker"))) for i in (0, 1)]

@@ -17,7 +17,7 @@ LIMITS = st.sampled_from([32, 64, 96, 70_016, 1 << 28])
 MIXED = [(40,), (300, 110), (0,), (), (4096,), (130, 33), (40_000,)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @example(MIXED, 1 << 28, 0)
 @example(MIXED, 50_016, 0)
 @given(SHAPES, LIMITS, st.integers(0, 2**31))
@@ -38,7 +38,7 @@ def test_flatten_and_unflatten_are_inverse(shapes, limit, seed):
         np.testing.assert_array_equal(back[name].astype(np.float32), leaf.astype(np.float32))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @example(MIXED, 1 << 28)
 @example(MIXED, 50_016)
 @given(SHAPES, LIMITS)

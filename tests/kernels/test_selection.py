@@ -145,6 +145,10 @@ def test_group_sums_and_maxima_equal_numpy(sizes):
     leaves = [rng.integers(-9, 10, s.size).astype(np.float32) for s in bucket.segments]
     x = bucket.join(leaves)
 
+    def seen(x, groups):
+        spread = jnp.broadcast_to(groups.per_entry(jnp.arange(len(groups), dtype=jnp.float32)), bucket.shape)
+        return *groups.sums(x, x**2), *groups.maxima(jnp.abs(x)), groups.counts(), bucket.split(spread)
+
     def in_runs(words):
         """The groups of every entry, as long as no group has more words than that."""
         runs = [word_of(len(leaf)) // words for leaf in leaves]
@@ -158,16 +162,14 @@ def test_group_sums_and_maxima_equal_numpy(sizes):
         (grouping.block_groups(bucket, 96), in_runs(3)),
     ):
         owner, entries = np.concatenate(owners), np.concatenate(leaves)
-        sums, squares = groups.sums(x, x**2)
-        (maxima,) = groups.maxima(jnp.abs(x))
+        sums, squares, maxima, counts, spread = jax.jit(lambda x, of=groups: seen(x, of))(x)
         np.testing.assert_array_equal(sums, np.bincount(owner, entries, len(groups)))
         np.testing.assert_array_equal(squares, np.bincount(owner, entries**2, len(groups)))
         expected = np.zeros(len(groups))
         np.maximum.at(expected, owner, np.abs(entries))
         np.testing.assert_array_equal(maxima, expected)
-        np.testing.assert_array_equal(groups.counts(), np.bincount(owner, minlength=len(groups)))
-        spread = jnp.broadcast_to(groups.per_entry(jnp.arange(len(groups), dtype=jnp.float32)), bucket.shape)
-        jax.tree.map(np.testing.assert_array_equal, list(bucket.split(spread)), owners)
+        np.testing.assert_array_equal(counts, np.bincount(owner, minlength=len(groups)))
+        jax.tree.map(np.testing.assert_array_equal, list(spread), owners)
 
 
 def test_a_sampled_threshold_lets_the_wanted_share_pass():

@@ -191,8 +191,8 @@ def test_a_state_serves_both_wires():
     g = {"w": jnp.array([3.0, 1.0, -2.0])}
     squares = jax.tree.map(jnp.zeros_like, g)
     words, compact = (gcjax.variance_compress(wire=wire, capacity=32) for wire in ("word", "compact"))
-    first, state = words.update(g, words.init(g), sum_grad_squared=squares)
-    second, _ = compact.update(g, state, sum_grad_squared=squares)
+    first, state = jax.jit(words.update)(g, words.init(g), sum_grad_squared=squares)
+    second, _ = jax.jit(compact.update)(g, state, sum_grad_squared=squares)
     np.testing.assert_array_equal(first["w"], second["w"])
 
 

@@ -56,7 +56,7 @@ class Case:
         return {name: jnp.asarray(g, self.params[name].dtype) for name, g in gradient.items()}, squares
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_laws_hold_on_what_is_drawn(seed):
     case = Case(seed)

@@ -168,12 +168,13 @@ def compress_state(state):
 def residuals(state, workers, sizes):
     """Every worker's residual as a list of leaves: from the state of the first compressor found."""
     local = jax.tree.map(np.asarray, compress_state(state).buckets.stacked())
+    parts = [jax.tree.map(np.asarray, _residual_leaves(bucket, workers)) for bucket in local]
     result = []
     for w in range(workers):
         leaves = {}
-        for bucket in local:
-            for s, x in zip(bucket.bucket.segments, bucket.bucket.split(_released(bucket, w).residual), strict=True):
-                leaves.setdefault(s.leaf, []).append(np.ravel(x))
+        for bucket, part in zip(local, parts, strict=True):
+            for s, x in zip(bucket.bucket.segments, part, strict=True):
+                leaves.setdefault(s.leaf, []).append(np.ravel(x[w]))
         result.append([np.concatenate(leaves[i]) if i in leaves else np.zeros(0) for i in range(len(sizes))])
     return result
 
@@ -182,8 +183,9 @@ def _is_state(node):
     return isinstance(node, gcjax.CompressState)
 
 
-def _released(bucket_state, worker):
-    return jax.tree.map(lambda x: jnp.asarray(x[worker]), bucket_state)
+@functools.partial(jax.jit, static_argnums=1)
+def _residual_leaves(bucket_state, workers):
+    return jax.vmap(lambda state: state.bucket.split(state.residual), axis_size=workers)(bucket_state)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def ran(row, workers=8, **more):
     return runner
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("row", list(firsts()))
 @pytest.mark.parametrize("path", [(6,), pytest.param((4, 6, 8), marks=pytest.mark.full)], ids=str)
 def test_what_was_owed_is_still_owed(row, path):
