@@ -103,6 +103,8 @@ class Checkpoints:
         with self._named():
             self.manager.wait_until_finished()
             self._saving = step
+            if step in self.manager.all_steps():  # threads of a save that failed may have ended it later
+                self.manager.delete(step)
             self.manager.save(step, args=items, force=True)
 
     def wait(self) -> None:

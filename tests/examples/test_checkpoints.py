@@ -230,6 +230,13 @@ def test_a_failed_write_gives_one_line_and_keeps_the_older_checkpoints(sound, tm
     assert read(folder) == 9
 
 
+def test_a_step_that_is_there_already_is_saved_anew(sound, tmp_path):
+    folder = copy(sound, tmp_path)
+    (folder / "8" / "run" / "metadata").write_text("cut")
+    write(folder, 8)
+    assert read(folder) == 8
+
+
 # Resuming.
 
 STEPS = 6  # of an epoch
