@@ -1,5 +1,6 @@
 """Whether gradients and their squares are good to take in."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -15,22 +16,28 @@ LARGEST = 2.0**80
 
 
 def bad_leaves(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
-    """How many arrays have an entry that is not finite or not below `LARGEST`, or a negative square: int32."""
-    # Both differences are zero for good values, and otherwise NaN or positive.
-    scaled = [g * (2.0**128 / LARGEST) for leaves in gradients for g in leaves]  # infinite from LARGEST on
-    bad = [_any_nonzero(g - g) for g in scaled]
-    bad += [_any_nonzero(jnp.abs(s) - s) for leaves in squares if leaves is not None for s in leaves]
+    """In how many leaves an entry is not finite or not below `LARGEST`, or its square negative or NaN: int32."""
+    bad = []
+    for of_bucket, of_squares in zip(gradients, squares, strict=True):
+        for g, s in zip(of_bucket, of_squares or [None] * len(of_bucket), strict=True):
+            scaled = g * (2.0**128 / LARGEST)  # infinite from LARGEST on
+            # Both differences are zero for good values, and otherwise NaN or positive.
+            bad.append(_any_nonzero(scaled - scaled, *([] if s is None else [jnp.abs(s) - s])))
     return jnp.sum(jnp.stack(bad), dtype=jnp.int32)
 
 
-def _any_nonzero(x: Array) -> Array:
-    return lax.platform_dependent(x, cpu=_any_nonzero_on_cpu, default=lambda x: jnp.any(x != 0))
+def _any_nonzero(*arrays: Array) -> Array:
+    return lax.platform_dependent(
+        *arrays,
+        cpu=_any_nonzero_on_cpu,
+        default=lambda *arrays: jnp.any(functools.reduce(jnp.logical_or, [x != 0 for x in arrays])),
+    )
 
 
-def _any_nonzero_on_cpu(x: Array) -> Array:
+def _any_nonzero_on_cpu(*arrays: Array) -> Array:
     """Reduced over short runs of rows first: a plain any() takes several times as long."""
-    rows, columns = _rows_and_columns(x.shape)
-    bits = float_bits(x).reshape(-1, rows, columns)
+    rows, columns = _rows_and_columns(arrays[0].shape)
+    bits = functools.reduce(lax.bitwise_or, map(float_bits, arrays)).reshape(-1, rows, columns)
     return jnp.any(lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,)) != 0)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gcjax._comm.comm import Comm
 from gcjax._kernels.bits import bits_float, float_bits
@@ -42,10 +43,18 @@ class Symptoms(NamedTuple):
         self, gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None], comm: Comm
     ) -> Array:
         """int32[4], of which `after` needs the maxima over the workers."""
-        fingerprint = _fingerprint(gradients, comm)
+        leaves = [g for of_bucket in gradients for g in of_bucket]
+        samples = _samples(leaves)
+        fingerprint = _fingerprint(samples, comm)
         misplaced = (self.rank >= 0) & (self.rank != comm.rank())
-        ratio = float_bits(_ratio(gradients, squares))  # the bits of positive numbers are in their order
-        return jnp.stack([x.astype(jnp.int32) for x in (fingerprint, -fingerprint, misplaced, ratio)])
+        ratio = _ratio(leaves, samples, [s for of_bucket in squares for s in of_bucket or ()])
+        parts = (
+            fingerprint,
+            -fingerprint,
+            misplaced,
+            float_bits(ratio),
+        )  # the bits of positive numbers are in their order
+        return jnp.stack([x.astype(jnp.int32) for x in parts])
 
     @staticmethod
     def agreed_on(largest: Array, flag: Array) -> Array:
@@ -64,29 +73,28 @@ class Symptoms(NamedTuple):
         )
 
 
-def _fingerprint(gradients: Iterable[Sequence[Array]], comm: Comm) -> Array:
+def _fingerprint(samples: Array, comm: Comm) -> Array:
     """int32 from 1 on, equal on workers with equal gradients; of gradients that are zero, the worker's number + 1."""
-    total, nonzero = jnp.uint32(0), jnp.bool_(False)
-    for number, x in enumerate(x for leaves in gradients for x in leaves):
-        bits = float_bits(_sample(x))
-        weights = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + (2 * SAMPLE * number + 1)
-        total += jnp.sum(bits * weights, dtype=jnp.uint32)
-        nonzero |= jnp.any(bits << 1 != 0)
+    bits = float_bits(samples)
+    weights = 2 * jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) + 1
+    total = jnp.sum(bits * weights, dtype=jnp.uint32)
     mixed = ((total ^ total >> 16) >> 1).astype(jnp.int32) | 1 << 30
-    return jnp.where(nonzero, mixed, comm.rank() + 1)
+    return jnp.where(jnp.any(bits << 1 != 0), mixed, comm.rank() + 1)
 
 
-def _ratio(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[Array] | None]) -> Array:
+def _ratio(gradients: Sequence[Array], samples: Array, squares: Sequence[Array]) -> Array:
     """sum(g**2) / sum(sum_grad_squared), of the samples: float32. 0 where nothing can be said, NaN for NaN."""
-    above = below = jnp.float32(0)
-    for leaves, of_leaves in zip(gradients, squares, strict=True):
-        for g, s in zip(leaves, of_leaves or (), strict=False):
-            some = _sample(g)
-            above += jnp.sum(some * some) * (g.size / some.size)
-            below += jnp.sum(_sample(s)) * (g.size / some.size)
+    stands_for = np.array([g.size / min(g.shape[-1], SAMPLE) if g.ndim else 1 for g in gradients], np.float32)[:, None]
+    above = jnp.sum(samples * samples * stands_for)
+    below = jnp.sum(_samples(squares) * stands_for) if squares else jnp.float32(0)
     known = (below > 0) & (above < jnp.inf) & (below < jnp.inf)
     ratio = jnp.where(known, above / jnp.where(known, below, 1), 0)
     return jnp.where(jnp.isnan(above) | jnp.isnan(below), jnp.nan, ratio)
+
+
+def _samples(leaves: Sequence[Array]) -> Array:
+    """Entries of every leaf, filled up with zeros: float32[leaves, SAMPLE]. In one array, as kernels per leaf cost."""
+    return jnp.stack([jnp.pad(some, (0, SAMPLE - some.size)) for some in map(_sample, leaves)])
 
 
 def _sample(x: Array) -> Array:
