@@ -41,9 +41,8 @@ def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
         if not hasattr(leaf, "shape"):
             raise TypeError(f"batch leaf {path_name(path)} is {leaf!r}, but must be an array. {_SHARED}")
         if not leaf.shape:
-            raise ValueError(
-                f"batch leaf {path_name(path)} has shape (), but must have one entry per sample. {_SHARED}"
-            )
+            cure = _RANDOM if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _SHARED
+            raise ValueError(f"batch leaf {path_name(path)} has shape (), but must have one entry per sample. {cure}")
         if leaf.shape[0] == 0 or leaf.shape[0] % parts:
             raise ValueError(
                 f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
@@ -51,6 +50,10 @@ def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
             )
 
 
+_RANDOM = (
+    "Give a random key to step.init(params, key=...) instead: loss_fn(params, batch, key=...) then gets another one "
+    "for each worker, step and sample"
+)
 _SHARED = (
     "A value that all samples share may be repeated for each of them, as in np.full(len(x), value), or be part of the "
     "model_state, or a constant of loss_fn"

@@ -106,6 +106,7 @@ def test_model_state_must_keep_its_shapes():
             ValueError,
             r"batch leaf \['t'\] has shape \(\), but must have one entry per sample.*np.full",
         ),
+        (jax.random.key(0), ValueError, r"batch leaf \['t'\] has shape \(\).*Give a random key to step\.init\("),
         (np.ones(15), ValueError, r"batch leaf \['t'\] has shape \(15,\); .* multiple of 4"),
     ],
 )
