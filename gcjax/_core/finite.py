@@ -19,10 +19,13 @@ def bad_leaves(gradients: Iterable[Sequence[Array]], squares: Iterable[Sequence[
     """In how many leaves an entry is not finite or not below `LARGEST`, or its square negative or NaN: int32."""
     bad = []
     for of_bucket, of_squares in zip(gradients, squares, strict=True):
-        for g, s in zip(of_bucket, of_squares or [None] * len(of_bucket), strict=True):
+        for i, g in enumerate(of_bucket):
             scaled = g * (2.0**128 / LARGEST)  # infinite from LARGEST on
-            # Both differences are zero for good values, and otherwise NaN or positive.
-            bad.append(_any_nonzero(scaled - scaled, *([] if s is None else [jnp.abs(s) - s])))
+            # All differences are zero for good values, and otherwise NaN or positive.
+            differences = [scaled - scaled]
+            if of_squares is not None:
+                differences.append(jnp.abs(of_squares[i]) - of_squares[i])
+            bad.append(_any_nonzero(*differences))
     return jnp.sum(jnp.stack(bad), dtype=jnp.int32)
 
 
