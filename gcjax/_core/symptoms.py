@@ -48,12 +48,8 @@ class Symptoms(NamedTuple):
         fingerprint = _fingerprint(samples, comm)
         misplaced = (self.rank >= 0) & (self.rank != comm.rank())
         ratio = _ratio(leaves, samples, [s for of_bucket in squares for s in of_bucket or ()])
-        parts = (
-            fingerprint,
-            -fingerprint,
-            misplaced,
-            float_bits(ratio),
-        )  # the bits of positive numbers are in their order
+        # The bits of positive numbers are in their order.
+        parts = fingerprint, -fingerprint, misplaced, float_bits(ratio)
         return jnp.stack([x.astype(jnp.int32) for x in parts])
 
     @staticmethod
