@@ -7,6 +7,7 @@ and the owner averages them. In the second phase it sends the code of the mean t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -87,11 +88,16 @@ def add_decoded(total: Array, payloads: Array, decode: Callable[[Array], Array])
     def add(worker, total):
         return total + decode(payloads[worker]) / workers
 
-    if workers > UNROLLED:
+    def in_turn():
         return lax.fori_loop(0, workers, add, vary_like(total, payloads))
-    for worker in range(workers):  # XLA makes one pass of it
-        total = add(worker, total)
-    return total
+
+    def in_one_pass():
+        return functools.reduce(lambda total, worker: add(worker, total), range(workers), vary_like(total, payloads))
+
+    if workers > UNROLLED:
+        return in_turn()
+    # XLA makes one pass of it, but not for TPUs, where it would hold what all payloads decode to at once.
+    return lax.platform_dependent(tpu=in_turn, default=in_one_pass)
 
 
 @jax.tree_util.register_dataclass

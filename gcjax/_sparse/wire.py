@@ -30,8 +30,11 @@ from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_choice
 
 WIRES = ("compact", "word")
-CHUNK = 4096  # smallest chunk of a message with as many slots
 CHUNKS = 64  # of the largest message, at most
+SMALLEST_CHUNK = 4096  # of a message with as many slots, on CPUs: it stays in their cache
+# Each operation takes an accelerator some microseconds, however few the slots. On a TPU v5e, a chunk as above is
+# estimated at 46,000 cycles and one 20 times as large at 81,000.
+SMALLEST_ACCELERATOR_CHUNK = 131072
 
 CodeAt = Callable[[Array], Array]
 Visit = Callable[[Any, Array, Array, Array, Array], Any]
@@ -58,12 +61,15 @@ class Wire(NamedTuple):
       code_bits: bits of one value's code.
       places: entries have places 0 to places - 1.
       capacities: numbers of slots, ascending, multiples of `group`.
+      smallest_chunk: slots that are written or read at once if there are as many, on CPUs and on accelerators. Messages
+        are the same for any.
     """
 
     name: str
     code_bits: int
     places: int
     capacities: tuple[int, ...]
+    smallest_chunk: tuple[int, int] = (SMALLEST_CHUNK, SMALLEST_ACCELERATOR_CHUNK)
 
     @property
     def lanes(self) -> int:
@@ -76,10 +82,12 @@ class Wire(NamedTuple):
         return WORD * self.lanes
 
     @property
-    def chunk(self) -> int:
-        """Slots that are written or read at once."""
-        wanted = min(self.capacities[-1], max(CHUNK, self.capacities[-1] // CHUNKS))
-        return -(-wanted // self.group) * self.group
+    def chunks(self) -> tuple[int, int]:
+        """Slots that are written or read at once, on CPUs and on accelerators."""
+        most = self.capacities[-1]
+        wanted = [min(most, max(smallest, most // CHUNKS)) for smallest in self.smallest_chunk]
+        on_cpu, on_others = (-(-slots // self.group) * self.group for slots in wanted)
+        return on_cpu, on_others
 
     def low_bits(self, slots: int) -> int:
         """l of the compact form."""
@@ -109,14 +117,13 @@ class Wire(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Words of an array that holds any of the messages and what a last chunk writes or reads beyond."""
-        beyond = self.chunk // WORD * (max(self._lows) + self.code_bits)
-        return max(map(self.words, self.capacities)) + max(beyond, self._window)
+        """Words of an array that holds any of the messages, and more."""
+        return self._room(self.chunks[0])
 
-    @property
-    def _window(self) -> int:
-        """Words of the bit vector to look at in a round: it has two to three bits for each entry."""
-        return -(-self.chunk // 8 // LANES) * LANES
+    def _room(self, chunk: int) -> int:
+        """Words of an array that holds any of the messages and what a last chunk writes or reads beyond."""
+        beyond = chunk // WORD * (max(self._lows) + self.code_bits)
+        return max(map(self.words, self.capacities)) + max(beyond, _window(chunk))
 
     @property
     def _lows(self) -> list[int]:
@@ -137,21 +144,24 @@ class Wire(NamedTuple):
         Returns:
           uint32[room], from the start as many words as `words(capacity)` says.
         """
-        size, window = len(words), -(-min(self.chunk, len(words)) // LANES) * LANES
+        return self._on_platform(lambda chunk: self._write(chunk, words, total, code_at, rung))
+
+    def _write(self, chunk: int, words: Array, total: Array, code_at: CodeAt, rung: ArrayLike) -> Array:
+        size, window = len(words), -(-min(chunk, len(words)) // LANES) * LANES
         padded = jnp.pad(words, (0, window))
 
         def write_chunk(number, state):
             cursor, body = state
-            place, cursor = next_set_bits(padded, size, cursor, self.chunk, window)
+            place, cursor = next_set_bits(padded, size, cursor, chunk, window)
             # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would compute the
             # place again in each use.
             place = place % jnp.maximum(total, size * WORD)
-            slot = number * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
+            slot = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
             code = jnp.where(slot < total, code_at(place), 0)
             return cursor, self._put(body, number, slot, place, code, slot < total, rung)
 
-        start = (Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), jnp.zeros(self.room, jnp.uint32))
-        return self._in_chunks(write_chunk, vary_like(start, (words, total)), rung)[1]
+        start = (Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), jnp.zeros(self._room(chunk), jnp.uint32))
+        return _of_length(self._in_chunks(chunk, write_chunk, vary_like(start, (words, total)), rung)[1], self.room)
 
     def read(self, body: Array, count: Array, visit: Visit, carry: Any, rung: ArrayLike) -> Any:
         """Call visit(carry, slot, place, code, valid) -> carry for chunk after chunk of a message.
@@ -165,19 +175,30 @@ class Wire(NamedTuple):
           carry: its first argument in the first call.
           rung: number of the capacity.
         """
+        return self._on_platform(lambda chunk: self._read(chunk, body, count, visit, carry, rung))
+
+    def _read(self, chunk: int, body: Array, count: Array, visit: Visit, carry: Any, rung: ArrayLike) -> Any:
+        body = _of_length(body, max(self._room(chunk), len(body)))
 
         def read_chunk(number, state):
             cursor, carry = state
-            slot = number * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)
+            slot = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
             cursor, place, code = self._get(body, number, cursor, slot, rung)
             valid = (slot.astype(jnp.uint32) < count) & (place >= 0) & (place < self.places)
             return cursor, visit(carry, slot, place, code, valid)
 
         start = vary_like(Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), body)
-        return self._in_chunks(read_chunk, (start, carry), rung)[1]
+        return self._in_chunks(chunk, read_chunk, (start, carry), rung)[1]
 
-    def _in_chunks(self, step: Callable, state: Any, rung: ArrayLike) -> Any:
-        chunks = [-(-slots // self.chunk) for slots in self.capacities]
+    def _on_platform(self, run: Callable[[int], Any]) -> Any:
+        """run(slots of a chunk) as it suits the platform that the program is compiled for."""
+        on_cpu, on_others = self.chunks
+        if on_cpu == on_others:
+            return run(on_cpu)
+        return lax.platform_dependent(cpu=lambda: run(on_cpu), default=lambda: run(on_others))
+
+    def _in_chunks(self, chunk: int, step: Callable, state: Any, rung: ArrayLike) -> Any:
+        chunks = [-(-slots // chunk) for slots in self.capacities]
         if max(chunks) == 1:
             return step(0, state)
         return lax.fori_loop(0, _at(chunks, rung), step, state)
@@ -188,7 +209,7 @@ class Wire(NamedTuple):
         """The message with one chunk written into it. A later chunk overwrites what is written beyond its end."""
         if self.name == "word":
             word = (code << (32 - self.code_bits)) | place.astype(jnp.uint32)
-            return lax.dynamic_update_slice_in_dim(body, jnp.where(valid, word, 0), number * self.chunk, 0)
+            return lax.dynamic_update_slice_in_dim(body, jnp.where(valid, word, 0), number * len(slot), 0)
         lows = self._lows
         low = _at(lows, rung)
         bit = (place >> low) + slot
@@ -201,32 +222,32 @@ class Wire(NamedTuple):
             target = jnp.arange(len(planes), dtype=jnp.int32)
             width = (self.code_bits + low) * self.lanes
             planes = planes[jnp.minimum(target + target // width * ((max(lows) - low) * self.lanes), len(planes) - 1)]
-        return lax.dynamic_update_slice_in_dim(body, planes, self._begin(number, low, rung), 0)
+        return lax.dynamic_update_slice_in_dim(body, planes, self._begin(number, len(slot), low, rung), 0)
 
     def _get(
         self, body: Array, number: Array | int, cursor: Cursor, slot: Array, rung: ArrayLike
     ) -> tuple[Cursor, Array, Array]:
         """The places and codes of one chunk: the inverse of `_put`."""
         if self.name == "word":
-            word = lax.dynamic_slice_in_dim(body, number * self.chunk, self.chunk)
+            word = lax.dynamic_slice_in_dim(body, number * len(slot), len(slot))
             place = (word & ((1 << (32 - self.code_bits)) - 1)).astype(jnp.int32)
             return cursor, place, word >> (32 - self.code_bits)
         lows = self._lows
         low = _at(lows, rung)
         most = self.code_bits + max(lows)
-        planes = lax.dynamic_slice_in_dim(body, self._begin(number, low, rung), self.chunk // WORD * most)
+        planes = lax.dynamic_slice_in_dim(body, self._begin(number, len(slot), low, rung), len(slot) // WORD * most)
         if len(set(lows)) > 1:
             target = jnp.arange(len(planes), dtype=jnp.int32)
             planes = planes[target - target // (most * self.lanes) * ((max(lows) - low) * self.lanes)]
         planes = planes.reshape(-1, most, self.lanes)
         code, rest = self._joined(planes[:, : self.code_bits]), self._joined(planes[:, self.code_bits :])
-        bit, cursor = next_set_bits(body, self._upper_at(rung), cursor, self.chunk, self._window)
+        bit, cursor = next_set_bits(body, self._upper_at(rung), cursor, len(slot), _window(len(slot)))
         rest = rest & ((jnp.uint32(1) << low) - 1)
         return cursor, ((bit - slot) << low) | rest.astype(jnp.int32), code
 
-    def _begin(self, number: Array | int, low: Array | int, rung: ArrayLike) -> Array | int:
+    def _begin(self, number: Array | int, chunk: int, low: Array | int, rung: ArrayLike) -> Array | int:
         """The first word of a chunk's low bits and codes."""
-        return self._upper_at(rung) + number * (self.chunk // WORD) * (self.code_bits + low)
+        return self._upper_at(rung) + number * (chunk // WORD) * (self.code_bits + low)
 
     def _planes(self, values: Array, bits: int) -> Array:
         """uint32[chunk] below 2**bits -> uint32[groups, bits, lanes]."""
@@ -262,6 +283,18 @@ def ladder(smallest: int, largest: int) -> list[int]:
         sizes.append(round(size))
         size *= 2**0.5
     return [*sizes, largest]
+
+
+def _of_length(words: Array, length: int) -> Array:
+    """The words cut, or followed by zeros."""
+    if len(words) >= length:
+        return words[:length]
+    return jnp.pad(words, (0, length - len(words)))
+
+
+def _window(chunk: int) -> int:
+    """Words of the bit vector to look at in a round: it has two to three bits for each entry."""
+    return -(-chunk // 8 // LANES) * LANES
 
 
 def _at(table: list[int], rung: ArrayLike) -> Array | int:

@@ -109,6 +109,34 @@ def test_messages_come_back(seed, wire, data):
     np.testing.assert_array_equal(np.asarray(found)[chosen], codes[chosen])
 
 
+@settings(deadline=None, max_examples=30)
+@given(SEEDS, st.sampled_from(WIRES), st.sampled_from([(1000, 4096), (2000, 9000)]))
+def test_messages_are_the_same_in_chunks_of_any_size(seed, wire, sizes):
+    wire, other = wire._replace(smallest_chunk=sizes), wire._replace(smallest_chunk=sizes[::-1])
+    rng = np.random.default_rng(seed)
+    rung = len(wire.capacities) - 1
+    count = min(wire.capacities[rung], wire.places) - 1
+    chosen = np.sort(rng.choice(wire.places, count, replace=False))
+    codes = rng.integers(0, 2**wire.code_bits, wire.places, dtype=np.uint32)
+    body, same = (written(w, packed(chosen, wire.places), count, codes, rung) for w in (wire, other))
+    length = wire.words(wire.capacities[rung])
+    np.testing.assert_array_equal(body[:length], same[:length])
+    for sent in (body, same[:length]):
+        times, found = read(other, sent, np.uint32(count), rung)
+        np.testing.assert_array_equal(np.flatnonzero(times), chosen)
+        np.testing.assert_array_equal(np.asarray(found)[chosen], codes[chosen])
+
+
+@pytest.mark.parametrize(("platform", "chunk"), [("cpu", 4096), ("tpu", 131_072), ("cuda", 131_072)])
+def test_chunks_suit_the_platform(platform, chunk):
+    wire = Wire("compact", 4, 10_000_000, (200_000,))
+    words = jax.ShapeDtypeStruct((-(-wire.places // 32),), np.uint32)
+    traced = jax.jit(lambda words: wire.write(words, jnp.int32(3), lambda place: place * jnp.uint32(0), 0)).trace(words)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    sizes = {n for n in (4096, 131_072) if f"tensor<{-(-n // wire.group) * wire.group}xi32>" in text}
+    assert sizes == {chunk}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def places_read(wire, body, count):
     """Of the entries read: how many are out of bounds, and how many there are."""
@@ -127,7 +155,8 @@ def test_damaged_messages_stay_within_the_update(seed, wire, count):
     for body in (rng.integers(0, 2**32, wire.room, dtype=np.uint32), np.full(wire.room, 2**32 - 1, np.uint32)):
         outside, found = places_read(wire, body, np.uint32(count))
         assert outside == 0
-        assert found <= min(count, -(-wire.capacities[-1] // wire.chunk) * wire.chunk)
+        chunk, _ = wire.chunks
+        assert found <= min(count, -(-wire.capacities[-1] // chunk) * chunk)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
