@@ -116,6 +116,8 @@ def rows() -> dict[str, Row]:
         "density 0.04, next step": Row("variance(density=0.04, feedback=True, overlap='next_step')"),
         "dense, next step": Row("dense(overlap='next_step')"),
         "powersgd 4, next step": Row("power_sgd(rank=4, overlap='next_step')"),
+        "dense, rate 0.005": Row("dense", SGD, "--learning-rate 0.005"),
+        "dense, next step, rate 0.005": Row("dense(overlap='next_step')", SGD, "--learning-rate 0.005"),
         "underflow drop": Row("variance(alpha=1.5, underflow='drop')"),
         "feedback": Row("variance(alpha=1.5, feedback=True)"),
         "float32 values": Row("variance(alpha=1.5, values='float32')"),
@@ -132,7 +134,8 @@ def rows() -> dict[str, Row]:
 def command(size: str, row: str, optimiser: str, seed: int) -> str:
     """The options of examples/cifar10.py that make this run, except --data and --out."""
     method, _, extra = rows()[row]
-    parts = [SIZES[size]["common"], f"--optimiser {optimiser}", SIZES[size][optimiser], extra]
+    rate = "" if "--learning-rate" in extra else SIZES[size][optimiser]
+    parts = [SIZES[size]["common"], f"--optimiser {optimiser}", rate, extra]
     return " ".join([f"--method {shlex.quote(method)}", *filter(None, parts), f"--seed {seed}"])
 
 
