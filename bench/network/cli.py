@@ -102,8 +102,8 @@ def make_tasks(args: argparse.Namespace, sides: list[str]) -> list[Task]:
         transformer = parameters == "transformer"
         count = None if transformer else int(parameters[:-1]) * 10**6
         known = list(torch_workers.ROWS if side == "torch" else jax_workers.ROWS)
-        if transformer:
-            known = [] if side == "torch" else list(jax_workers.TRAINING)
+        if transformer and side == "jax":
+            known = list(jax_workers.TRAINING)
         rows = tuple(row for row in known if row in args.rows)
         sizes = collectives if side == "jax" and parameters == args.parameters[0] else ()
         if rows:

@@ -3,7 +3,7 @@
 import functools
 from types import ModuleType
 
-from bench.network.child import COLUMNS, counters, serve, timed
+from bench.network.child import COLUMNS, counters, serve, take_share, timed
 
 
 def _key():
@@ -54,8 +54,12 @@ QUIET, CLEAR = 1e-3, 1.0  # magnitude of entries that do not pass, and the least
 SQUARE = 0.01  # of every entry: far above QUIET**2, and summed over the sets still below CLEAR**2
 
 LATE = {"overlap": "next_step"}
+WITHOUT = "without exchange"
+ALONE = (WITHOUT, "variance 1/100, without exchange")  # each host as a single worker
 # Rows of the whole training step: with the exchange behind the computation, and beside that of the next step.
 TRAINING = {
+    WITHOUT: ("normal", lambda gcjax, n, at: gcjax.dense_compress(**at)),
+    "variance 1/100, without exchange": ROWS["variance 1/100"],
     **{row: ROWS[row] for row in (PLAIN, "variance 1/100", "PowerSGD 2")},
     "dense float32, next step": ("normal", lambda gcjax, n, at: gcjax.dense_compress(**LATE, **at)),
     "variance 1/100, next step": (
@@ -70,6 +74,7 @@ class Worker:
     """Handles the parent's requests (see `child.serve`). Keeps mesh, gradients and the rows that are ready to run."""
 
     def join(self, host: int, hosts: int, address: str, parameters: int) -> dict:
+        take_share(host, hosts)
         import jax
 
         jax.config.update("jax_platforms", "cpu")
@@ -152,18 +157,23 @@ class Worker:
     def prepare_training(self, row: str) -> dict:
         """Compile a training step of a small transformer: gradient, squares where used, exchange, optimiser."""
         import jax
+        import optax
 
         import gcjax
-        from bench.network.model import optimiser, setup
+        from bench.network.model import setup
 
         loss_fn, params, batch = setup(self.host)
         self.parameters = count = sum(x.size for x in jax.tree.leaves(params))
         kind, make = TRAINING[row]
-        tx = optimiser(make(gcjax, count, {"axis_name": "data"}))
+        tx = optax.chain(make(gcjax, count, {"axis_name": "data"}), optax.adam(1e-3))
         moments = None if GRADIENTS[kind] is None else gcjax.value_and_moments  # only variance_compress uses squares
-        step = gcjax.make_train_step(loss_fn, tx, self.mesh, axis_name="data", moments=moments)
+        mesh, over = self.mesh, self.over
+        if row in ALONE:
+            mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices())
+            over = jax.NamedSharding(mesh, jax.P("data"))
+        step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data", moments=moments)
         state = step.init(params)
-        batch = jax.make_array_from_process_local_data(self.over, batch)
+        batch = jax.make_array_from_process_local_data(over, batch)
         compiled = step.lower(state, batch).compile()
         self.states[row, False] = state.opt_state
 
@@ -182,6 +192,8 @@ class Worker:
         """What this worker sent in its last step, as the library reports it; for the plain mean, what a ring moves."""
         import gcjax
 
+        if row in ALONE:
+            return {"wire_bytes": 0, "overflow": 0}
         if row == PLAIN:
             return {"wire_bytes": 8 * (self.hosts - 1) / self.hosts * self.parameters, "overflow": 0}
         info = gcjax.info(self.states[row, False])

@@ -144,7 +144,7 @@ def measure(task: Task, command: list[str], tick: Tick) -> dict:
             model = "matrices" if task.parameters else "transformer"
             for row in rows:
                 what = same | {"parameters": parameters[row], "model": model, "side": task.side, "row": row}
-                sent = reported(group, task, row)
+                sent = reported(group, row)
                 found["rows"].append(what | summary(series[row].times) | series[row].bytes() | sent)
             for name, call in calls.items():
                 counted = {"bytes_counted": series[name].bytes()["bytes_counted"]}
@@ -182,13 +182,9 @@ def measure_alone(group: Group, task: Task, row: str) -> dict:
     return same | summary(times)
 
 
-def reported(group: Group, task: Task, row: str) -> dict:
+def reported(group: Group, row: str) -> dict:
     """What a host sends in one step, as the library reports it; for PyTorch by the formula of ring all-reduces."""
-    if task.side == "jax":
-        return max(group.ask("report", row=row), key=lambda report: report["overflow"])
-    if row == torch_workers.WITHOUT:
-        return {"wire_bytes": 0.0}
-    return {"wire_bytes": torch_workers.wire_bytes(row, task.parameters or 0, task.hosts)}
+    return max(group.ask("report", row=row), key=lambda report: report.get("overflow", 0))
 
 
 def summary(times: list[float]) -> dict:

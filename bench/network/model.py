@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
-import optax
 
 WIDTH, DEPTH, HEADS, WORDS = 256, 4, 4, 512
-SAMPLES, LENGTH = 8, 32  # of each host's batch
+SAMPLES, LENGTH = 48, 32  # of each host's batch
 
 
 def setup(host: int) -> tuple[Callable, dict, np.ndarray]:
@@ -14,6 +13,7 @@ def setup(host: int) -> tuple[Callable, dict, np.ndarray]:
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
+    import optax
 
     class Transformer(nn.Module):
         @nn.compact
@@ -33,11 +33,10 @@ def setup(host: int) -> tuple[Callable, dict, np.ndarray]:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), "int32"))
-    rng = np.random.default_rng(host)
-    first, difference = rng.integers(0, WORDS, (2, SAMPLES, 1))
-    batch = (first + difference * np.arange(LENGTH + 1)) % WORDS
-    return loss_fn, params, batch.astype(np.int32)
+    return loss_fn, params, sequences(host)
 
 
-def optimiser(compressor: optax.GradientTransformation) -> optax.GradientTransformation:
-    return optax.chain(compressor, optax.adam(1e-3))
+def sequences(host: int) -> np.ndarray:
+    """The batch of a host, int32[SAMPLES, LENGTH + 1]."""
+    first, difference = np.random.default_rng(host).integers(0, WORDS, (2, SAMPLES, 1))
+    return ((first + difference * np.arange(LENGTH + 1)) % WORDS).astype(np.int32)

@@ -7,6 +7,7 @@ from pathlib import Path
 from bench import provenance
 from bench.network import jax_workers, torch_workers
 
+WITHOUT = {"jax": jax_workers.WITHOUT, "torch": torch_workers.WITHOUT}
 FREE = 10_000  # Mbit/s: the plot's place for links without a limit
 
 
@@ -55,8 +56,8 @@ def table(record: dict) -> str:
     lines += [
         "",
         "Milliseconds per step, medians (minima). x: speed relative to psum float32 on the same link. %: the method's "
-        "own bytes per second of the step, computation included, relative to the link's rate. DDP rows contain the "
-        "forward and backward pass; the time beyond that is in brackets [ ].",
+        "own bytes per second of the step, computation included, relative to the link's rate. DDP rows and those of "
+        "the transformer contain forward and backward pass; the time beyond the row without exchange is in brackets.",
     ]
     if not any(row["side"] == "torch" for row in record["rows"]):
         lines.append("PyTorch was not measured.")
@@ -90,9 +91,9 @@ def times(rows: list[dict]) -> list[str]:
         cells = []
         for link in links:
             row, dense = by_place[name, link], by_place.get((jax_workers.PLAIN, link))
-            without = by_place.get((torch_workers.WITHOUT, link))
+            without = by_place.get((WITHOUT[row["side"]], link))
             cell = f"{row['ms']:.4g} ({row['ms_min']:.4g})"
-            if row["side"] == "torch" and name != torch_workers.WITHOUT:
+            if without and name != without["row"]:
                 cell += f" [{row['ms'] - without['ms']:.4g}]"
             if dense and name != jax_workers.PLAIN:
                 cell += f" {dense['ms'] / row['ms']:.2g}x"
@@ -129,7 +130,7 @@ def plot(record: dict, path: Path) -> None:
 
     settings = {row["malloc"] for row in record["rows"]}
     malloc = "keep" if "keep" in settings else min(settings)
-    shown = [row for row in record["rows"] if row["malloc"] == malloc and row["row"] != torch_workers.WITHOUT]
+    shown = [row for row in record["rows"] if row["malloc"] == malloc and row["row"] not in WITHOUT.values()]
     panels = list(grouped(shown, model_of).values())
     across = min(2, len(panels))
     figure, axes = plt.subplots(

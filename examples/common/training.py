@@ -73,16 +73,17 @@ def per_sample_squares(args: argparse.Namespace) -> bool:
 
 
 def microbatches(
-    loss_fn: Callable[..., Any], *, has_aux: bool, in_axes: PyTree, parts: int = 4
+    loss_fn: Callable[..., Any], *, has_aux: bool, in_axes: tuple[int | None, ...], parts: int = 4
 ) -> Callable[..., tuple[Any, tuple[PyTree, PyTree]]]:
     """Like `gcjax.value_and_moments`, with `parts` parts of the batch in place of its samples: an estimate."""
-    del in_axes
+
+    def split(x, axis):
+        return x if axis is None else jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), x)
 
     def run(params, inputs):
-        batch, keys, model_state = inputs
-        batch, keys = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch, keys))
+        inputs = tuple(map(split, inputs, in_axes))
         gradient = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        out, grads = jax.vmap(gradient, (None, (0, 0, None)))(params, (batch, keys, model_state))
+        out, grads = jax.vmap(gradient, (None, in_axes))(params, inputs)
         out, mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), (out, grads))
         return out, (mean, jax.tree.map(lambda g: jnp.sum((g / parts) ** 2, axis=0), grads))
 

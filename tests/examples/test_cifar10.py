@@ -16,16 +16,29 @@ def test_microbatches_give_mean_gradient_and_squares_of_parts():
     x, params = RNG.normal(size=(12, 3)).astype(np.float32), jnp.array([0.3, -1.0, 2.0])
 
     def loss(params, inputs):
-        batch, keys, model_state = inputs
-        del keys, model_state
-        return jnp.mean((batch @ params) ** 2)
+        batch, keys, factor = inputs
+        assert keys.shape == (3,)
+        return factor * jnp.mean((batch @ params) ** 2)
 
-    run = training.microbatches(loss, has_aux=False, in_axes=None)
-    out, (mean, squares) = run(params, (jnp.asarray(x), jax.random.split(jax.random.key(0), 12), None))
+    run = training.microbatches(loss, has_aux=False, in_axes=(0, 0, None))
+    out, (mean, squares) = run(params, (jnp.asarray(x), jax.random.split(jax.random.key(0), 12), 1.0))
     parts = [np.mean(2 * (part @ params)[:, None] * part, axis=0) for part in x.reshape(4, 3, 3)]
     np.testing.assert_allclose(out, np.mean((x @ params) ** 2), rtol=1e-5)
     np.testing.assert_allclose(mean, np.mean(parts, axis=0), rtol=1e-5)
     np.testing.assert_allclose(squares, np.sum((np.array(parts) / 4) ** 2, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("squares", ["samples", "microbatches", "batch"])
+def test_a_step_takes_every_kind_of_squares(squares, image_tree):
+    options = ["--data", str(image_tree), "--workers", "2", "--batch", "4", "--squares", squares]
+    args = cifar10.parse_options(options)
+    task = cifar10.make_task(args, cifar10.load_data(args))
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    step, state = training.make_step(task, args, mesh)
+    prepare = training.prepare_on_workers(task.prepare, mesh)
+    [batch] = training.place_batches([next(task.batches(0))], mesh)
+    _, metrics = jax.eval_shape(step, state, prepare(jax.random.key(0), batch))
+    assert metrics.loss.shape == (2,)
 
 
 def test_it_trains_on_an_image_folder(image_tree):
