@@ -50,11 +50,11 @@ def compress(
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
         link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
       overlap: "next_step" exchanges each gradient one step later, so that nothing of the exchange waits for the
-        backward pass and XLA can run both at once. The first update is then zero, all others come one step late, and
-        the last gradient is never applied. The state also holds the gradient, and its squares for a method that uses
-        them: a float32 per parameter each. XLA moves no collective out of a conditional, so messages must have a
-        fixed length: sparse methods need `density`, or an int as `capacity`; in two phases also an `owner_density`,
-        without which `transport="auto"` gathers. None exchanges at once.
+        backward pass and XLA can run both at once. The first update is then zero, all others come one step late, which
+        may need a lower learning rate, and the last gradient is never applied. The state also holds the gradient, and
+        its squares for a method that uses them: a float32 per parameter each. XLA moves no collective out of a
+        conditional, so messages must have a fixed length: sparse methods need `density`, or an int as `capacity`; in
+        two phases also an `owner_density`, without which `transport="auto"` gathers. None exchanges at once.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
@@ -70,8 +70,7 @@ def compress(
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
         `sum_grad_squared`, `params` or state of another structure; with `overlap`, messages whose length follows the
-        data; a negative `sum_grad_squared` where its value is
-        known.
+        data; a negative `sum_grad_squared` where its value is known.
       TypeError: leaves of integer or complex dtype.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
