@@ -68,11 +68,13 @@ class Row(NamedTuple):
       method: as `--method` of examples/cifar10.py takes it.
       optimisers: those it is run with.
       options: further options of examples/cifar10.py.
+      variant: shows what one choice does; the plot leaves it out.
     """
 
     method: str
     optimisers: tuple[str, ...] = BOTH
     options: str = ""
+    variant: bool = False
 
 
 class Job(NamedTuple):
@@ -85,7 +87,8 @@ class Job(NamedTuple):
 
 @functools.cache
 def rows() -> dict[str, Row]:
-    """The rows of the paper's table, then other methods, then variants of ours, each of which settles one choice."""
+    """The rows of the paper's table, then other methods, then variants, each of which settles one choice."""
+    variant = functools.partial(Row, variant=True)
     return {
         "dense": Row("dense"),
         "variance 1": Row("variance(alpha=1)"),
@@ -113,27 +116,27 @@ def rows() -> dict[str, Row]:
         "sketch 0.02": Row("sketch(density=0.02)", SGD, "--momentum 0"),
         "density 0.04": Row("variance(density=0.04, feedback=True)"),
         "variance 0.5": Row("variance(alpha=0.5)"),
-        "density 0.04, next step": Row("variance(density=0.04, feedback=True, overlap='next_step')"),
-        "dense, next step": Row("dense(overlap='next_step')"),
-        "powersgd 4, next step": Row("power_sgd(rank=4, overlap='next_step')"),
-        "dense, rate 0.005": Row("dense", SGD, "--learning-rate 0.005"),
-        "dense, next step, rate 0.005": Row("dense(overlap='next_step')", SGD, "--learning-rate 0.005"),
-        "underflow drop": Row("variance(alpha=1.5, underflow='drop')"),
-        "feedback": Row("variance(alpha=1.5, feedback=True)"),
-        "float32 values": Row("variance(alpha=1.5, values='float32')"),
-        "capacity N/16": Row("variance(alpha=1.5, capacity=(96, 192, 384, 736, 1440, 2880, 5760))"),
         "owners 1/4": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.25)"),
         "owners 1/8": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.125)"),
-        "all-gather": Row("variance(alpha=0.5, transport='all_gather')"),
-        "words": Row("variance(alpha=0.5, transport='all_gather', wire='word')"),
-        "4 microbatches": Row("variance(alpha=1.5)", options="--squares microbatches"),
-        "squared batch gradient": Row("variance(alpha=1.5)", options="--squares batch"),
+        "density 0.04, next step": variant("variance(density=0.04, feedback=True, overlap='next_step')"),
+        "dense, next step": variant("dense(overlap='next_step')"),
+        "powersgd 4, next step": variant("power_sgd(rank=4, overlap='next_step')"),
+        "dense, rate 0.005": variant("dense", SGD, "--learning-rate 0.005"),
+        "dense, next step, rate 0.005": variant("dense(overlap='next_step')", SGD, "--learning-rate 0.005"),
+        "underflow drop": variant("variance(alpha=1.5, underflow='drop')"),
+        "feedback": variant("variance(alpha=1.5, feedback=True)"),
+        "float32 values": variant("variance(alpha=1.5, values='float32')"),
+        "capacity N/16": variant("variance(alpha=1.5, capacity=(96, 192, 384, 736, 1440, 2880, 5760))"),
+        "all-gather": variant("variance(alpha=0.5, transport='all_gather')"),
+        "words": variant("variance(alpha=0.5, transport='all_gather', wire='word')"),
+        "4 microbatches": variant("variance(alpha=1.5)", options="--squares microbatches"),
+        "squared batch gradient": variant("variance(alpha=1.5)", options="--squares batch"),
     }
 
 
 def command(size: str, row: str, optimiser: str, seed: int) -> str:
     """The options of examples/cifar10.py that make this run, except --data and --out."""
-    method, _, extra = rows()[row]
+    method, _, extra, _ = rows()[row]
     rate = "" if "--learning-rate" in extra else SIZES[size][optimiser]
     parts = [SIZES[size]["common"], f"--optimiser {optimiser}", rate, extra]
     return " ".join([f"--method {shlex.quote(method)}", *filter(None, parts), f"--seed {seed}"])
@@ -252,9 +255,10 @@ def plot(store: dict, path: Path) -> None:
     """Accuracy at the end against bytes sent per worker, with the Pareto front; a panel for each optimiser."""
     plt.switch_backend("Agg")  # draws without a display
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
-    families = list(dict.fromkeys(family(name) for name in recorded_methods(store["runs"])))
-    best = max(accuracy(record) for record in store["runs"] if "epochs" in record)
-    worst = min(accuracy(record) for record in store["runs"] if "epochs" in record)
+    shown = [record for record in store["runs"] if record["row"] not in rows() or not rows()[record["row"]].variant]
+    families = list(dict.fromkeys(family(name) for name in recorded_methods(shown)))
+    best = max(accuracy(record) for record in shown if "epochs" in record)
+    worst = min(accuracy(record) for record in shown if "epochs" in record)
     bottom = max(worst, best - RANGE) - 1
     for panel, optimiser in zip(panels, BOTH, strict=True):
         panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(bottom, best + 2))
@@ -264,7 +268,7 @@ def plot(store: dict, path: Path) -> None:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
         points = {}
-        for name, records in grouped(store["runs"], optimiser).items():
+        for name, records in grouped(shown, optimiser).items():
             ended = [record for record in records if "epochs" in record]
             if ended:
                 points[name] = (median(ended, megabytes), median(ended, accuracy))
@@ -277,7 +281,7 @@ def plot(store: dict, path: Path) -> None:
     panels[0].set_ylabel("test accuracy (%)")
     figure.draw_without_rendering()
     for panel, optimiser in zip(panels, BOTH, strict=True):
-        label(panel, grouped(store["runs"], optimiser), families)
+        label(panel, grouped(shown, optimiser), families)
     figure.savefig(path, dpi=120)
 
 
