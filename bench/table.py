@@ -5,6 +5,7 @@ interrupted table continues where it stopped, and an interrupted run after its l
 
     python -m bench.table --data DIR                         # --size small: a CNN, for 2 CPU cores; hours
     python -m bench.table --data DIR --size long             # 30 epochs in place of 6
+    python -m bench.table --data DIR --size hundred --rows dense "variance 0.5"  # or 100
     python -m bench.table --data DIR --rows dense "variance 1.5" --optimisers adam --seeds 3
     python -m bench.table --data DIR --size paper            # the paper's network and 300 epochs, for GPUs; not yet run
     python -m bench.table --report                           # table and plot again, from the result file
@@ -40,12 +41,18 @@ SIZES = {
         "adam": "--learning-rate 0.002",
         "sgd": "--learning-rate 0.02",
     },
+    "hundred": {
+        "common": "--model cnn --batch 64 --epochs 100 --schedule cosine",
+        "adam": "--learning-rate 0.002",
+        "sgd": "--learning-rate 0.02",
+    },
     "paper": {
         "common": "--model vgg --batch 64 --epochs 300 --schedule halve",
         "adam": "--learning-rate 0.001",
         "sgd": "--learning-rate 0.05",
     },
 }
+UP_TO_HALF = (96, 192, 384, 736, 1440, 2880, 5760, 11520, 23040, 32576, 46048)  # slots, of the CNN's entries
 RANGE = 30  # points below the best that the plot shows
 # Of a name beside its point: offset in points, horizontal and vertical alignment.
 PLACES = (
@@ -127,6 +134,8 @@ def rows() -> dict[str, Row]:
         "feedback": variant("variance(alpha=1.5, feedback=True)"),
         "float32 values": variant("variance(alpha=1.5, values='float32')"),
         "capacity N/16": variant("variance(alpha=1.5, capacity=(96, 192, 384, 736, 1440, 2880, 5760))"),
+        "capacity N/2, alpha 0.5": variant(f"variance(alpha=0.5, capacity={UP_TO_HALF})"),
+        "capacity N/2, alpha 0.25": variant(f"variance(alpha=0.25, capacity={UP_TO_HALF})"),
         "all-gather": variant("variance(alpha=0.5, transport='all_gather')"),
         "words": variant("variance(alpha=0.5, transport='all_gather', wire='word')"),
         "4 microbatches": variant("variance(alpha=1.5)", options="--squares microbatches"),
