@@ -179,6 +179,8 @@ def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
             raise SystemExit(f"table.py: {shlex.join(done.args)} failed:\n{done.stderr}")
         return record | {"diverged": last.removeprefix("cifar10.py: ")}
     result = json.loads((out / "result.json").read_text())
+    if resume:  # its seconds are those since then
+        result["cpu_seconds"] = None
     return record | {name: result[name] for name in KEPT}
 
 
@@ -239,7 +241,7 @@ def table(store: dict) -> str:
                 f"{median(ended, lambda r: r['wire_ratio']):,.1f}",
                 f"{median(ended, lambda r: r['epochs'][-1]['payload_bits'] / r['epochs'][-1]['sent']):.1f}",
                 f"{median(ended, megabytes):,.1f}",
-                f"{median(ended, lambda r: r['cpu_seconds']):.0f}",
+                seconds(ended),
                 f"{len(ended)}{lost}",
             ]
             lines.append(f"| {name} | `{method}` | " + " | ".join(cells) + " |")
@@ -254,6 +256,12 @@ def accuracy(record: dict) -> float:
 def megabytes(record: dict) -> float:
     """Sent by a worker in the whole run."""
     return record["epochs"][-1]["wire_bytes"] / 1e6
+
+
+def seconds(records: list[dict]) -> str:
+    """Median CPU seconds of the runs that were not interrupted."""
+    known = [record["cpu_seconds"] for record in records if record["cpu_seconds"] is not None]
+    return f"{statistics.median(known):.0f}" if known else "-"
 
 
 def median(records: list[dict], of: Callable[[dict], float]) -> float | None:
