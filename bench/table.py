@@ -130,6 +130,8 @@ def rows() -> dict[str, Row]:
         "powersgd 4, next step": variant("power_sgd(rank=4, overlap='next_step')"),
         "dense, rate 0.005": variant("dense", SGD, "--learning-rate 0.005"),
         "dense, next step, rate 0.005": variant("dense(overlap='next_step')", SGD, "--learning-rate 0.005"),
+        "dense, rate 0.01": variant("dense", SGD, "--learning-rate 0.01"),
+        "variance 0.5, rate 0.01": variant("variance(alpha=0.5)", SGD, "--learning-rate 0.01"),
         "underflow drop": variant("variance(alpha=1.5, underflow='drop')"),
         "feedback": variant("variance(alpha=1.5, feedback=True)"),
         "float32 values": variant("variance(alpha=1.5, values='float32')"),
