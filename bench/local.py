@@ -1,21 +1,47 @@
-"""Training that rarely communicates, on CIFAR-10: accuracy of the mean model against bytes, with 8 workers and AdamW.
+"""Training that rarely communicates: the mean model's accuracy or loss against bytes, with 8 workers and AdamW.
 
-Each run is one call of examples/gossip.py, one after the other. Finished runs are kept in the result file, so an
-interrupted table continues where it stopped. The all-reduce is of the models, after every step.
+On CIFAR-10, or on a text with the network and steps of bench.char_lm. Each run is one call of examples/gossip.py, one
+after the other. Finished runs are kept in the result file, so an interrupted table continues where it stopped. The
+all-reduce is of the models, after every step.
 
-    python -m bench.local --data DIR                                # all rows, 2 to 3 minutes each
+    python -m bench.local --data DIR                                # CIFAR-10, all rows, 2 to 3 minutes each
+    python -m bench.local --text FILE                               # the language model, into local-text.json
     python -m bench.local --data DIR --rows "DiLoCo, 30" "SparseLoCo, 30"
-    python -m bench.local --report                                  # table again, from the result file
+    python -m bench.local --report                                  # tables again, from the result files
 """
 
 import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import machine, provenance, runs
 
-COMMON = "--optimiser adamw --learning-rate 0.002 --batch 16 --epochs 3"
+
+class Task(NamedTuple):
+    """What is trained.
+
+    Attributes:
+      source: the option that names the data.
+      common: options of every run.
+      figure: its name in the records of examples/gossip.py.
+      title: of that figure.
+      decimals: of that figure.
+    """
+
+    source: str
+    common: str
+    figure: str
+    title: str
+    decimals: int
+
+
+_ADAMW = "--optimiser adamw --learning-rate"
+TASKS = {  # by result
+    "local": Task("data", f"{_ADAMW} 0.002 --batch 16 --epochs 3", "accuracy", "test accuracy %", 2),
+    "local-text": Task("text", f"{_ADAMW} 0.003 --batch 4 --epochs 2", "validation_loss", "validation loss", 4),
+}
 ROWS = {
     "all-reduce, 1": "--algorithms all-reduce",
     "DiLoCo, 30": "--algorithms diloco --local-steps 30",
@@ -30,56 +56,66 @@ ROWS = {
 }
 
 
-def run(row: str, args: argparse.Namespace) -> dict:
+def run(row: str, result: str, args: argparse.Namespace) -> dict:
     """One training in a process of its own; its record."""
-    out = args.work / row.replace(", ", "_").replace(" ", "_")
-    options = f"{ROWS[row]} {COMMON}"
-    done = machine.run_example("gossip.py", [*shlex.split(options), "--data", str(args.data), "--out", str(out)])
+    source, common, *_ = TASKS[result]
+    out = args.work / result / row.replace(", ", "_").replace(" ", "_")
+    options = f"{ROWS[row]} {common}"
+    data = [f"--{source}", str(getattr(args, source))]
+    done = machine.run_example("gossip.py", [*shlex.split(options), *data, "--out", str(out)])
     if done.returncode:
         raise SystemExit(f"local.py: {shlex.join(done.args)} failed:\n{done.stderr}")
     record = json.loads((out / "gossip.json").read_text())
     (found,) = record["runs"]
-    settings = {name: value for name, value in record["settings"].items() if name not in ("data", "out")}
+    settings = {name: value for name, value in record["settings"].items() if name not in ("data", "text", "out")}
     return {"row": row, "command": options, "settings": settings, "epochs": found["epochs"]}
 
 
-def table(store: dict) -> str:
+def table(store: dict, result: str) -> str:
     """Markdown."""
-    lines = ["| row (local steps) | test accuracy % | after each epoch | MB sent per worker | bytes a step |"]
+    _, common, figure, title, decimals = TASKS[result]
+    lines = [f"| row (local steps) | {title} | after each epoch | MB sent per worker | bytes a step |"]
     lines += ["|---" * 5 + "|"]
     records = {record["row"]: record for record in store["runs"]}
     for row in filter(records.__contains__, ROWS):
         *earlier, last = records[row]["epochs"]
         cells = [
             row,
-            f"{last['accuracy']:.2f}",
-            ", ".join(f"{epoch['accuracy']:.1f}" for epoch in earlier),
+            f"{last[figure]:.{decimals}f}",
+            ", ".join(f"{epoch[figure]:.{decimals - 1}f}" for epoch in earlier),
             f"{last['bits'] / 8e6:.2f}",
             f"{last['bits'] / 8 / last['step']:,.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     head = [provenance.machine_line(store), provenance.versions_line(store)]
-    head.append(f"Each row: `examples/gossip.py {COMMON}` and its own options.")
+    head.append(f"Each row: `examples/gossip.py {common}` and its own options.")
     return "\n\n".join([*head, "\n".join(lines)]) + "\n"
 
 
 def parse_options() -> argparse.Namespace:
-    parser = runs.make_parser(__doc__, "runs/local", "local.json and local.md", ROWS, "some of the rows")
-    parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for examples/cifar10.py")
+    files = "local.json and .md, or local-text.json and .md"
+    parser = runs.make_parser(__doc__, "runs/local", files, ROWS, "some of the rows")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", type=Path, help="folder with CIFAR-10, as for examples/cifar10.py")
+    source.add_argument("--text", type=Path, help="file to learn from, as for examples/char_lm.py")
     args = parser.parse_args()
-    if args.data is None and not args.report:
-        parser.error("--data: give a folder with CIFAR-10")
+    if args.data is None and args.text is None and not args.report:
+        parser.error("give --data, a folder with CIFAR-10, or --text, a text file")
     return args
 
 
 def main() -> None:
     args = parse_options()
-    path = args.out / "local.json"
-    store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
-    if not args.report:
-        have = {record["row"] for record in store["runs"]}
-        runs.measure(store, path, [row for row in args.rows if row not in have], lambda row: run(row, args))
-    runs.report(store, path, table(store))
+    for result, task in TASKS.items():
+        if getattr(args, task.source) is None and not args.report:
+            continue
+        path = args.out / f"{result}.json"
+        store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
+        if not args.report:
+            have = {record["row"] for record in store["runs"]}
+            missing = [row for row in args.rows if row not in have]
+            runs.measure(store, path, missing, lambda row, result=result: run(row, result, args))
+        runs.report(store, path, table(store, result))
 
 
 if __name__ == "__main__":

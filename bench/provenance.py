@@ -18,6 +18,7 @@ from bench.machine import ROOT
 
 RESULTS = ROOT / "bench" / "results"
 _CIFAR10 = ("bench/table.py", "examples/cifar10.py", "examples/common")
+_LOCAL = ("bench/local.py", "examples/gossip.py", "examples/common")
 # Result -> the files and folders that it depends on besides the package, its own script first.
 SOURCES = {
     "accelerators": ("bench/accelerators",),
@@ -25,13 +26,15 @@ SOURCES = {
     "damage": ("bench/damage.py", "examples/multihost.py", "examples/common"),
     "elastic": ("bench/elastic.py", "bench/network/links.py", "examples/multihost.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
-    "local": ("bench/local.py", "examples/gossip.py", "examples/common"),
+    "local": _LOCAL,
+    "local-text": _LOCAL,
     "methods": ("bench/methods.py",),
     "moments": ("bench/moments.py", "bench/moments_models.py", "bench/moments_torch.py"),
     "network": ("bench/network",),
     "plan_errors": ("bench/plan_errors.py", "bench/network"),
     "scaling": ("bench/scaling.py",),
     "step": ("bench/step.py",),
+    "table-hundred": _CIFAR10,
     "table-long": _CIFAR10,
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,

@@ -17,53 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from common.cli import Parser, Problem, above_zero
+from common.networks import Transformer
 from common.options import add_training
 from common.text import load_text, windows
 from common.training import Task, train
-
-
-class Transformer(nn.Module):
-    """A decoder with LayerNorm before each part, learned positions, tied embeddings and no dropout.
-
-    From int32[batch, length] to float32 logits[batch, length, characters] of the next character after each.
-
-    Attributes:
-      characters: size of the alphabet.
-      context: greatest length.
-      width: features.
-      layers: of attention and two dense layers each.
-      heads: of attention.
-    """
-
-    characters: int
-    context: int
-    width: int = 96
-    layers: int = 2
-    heads: int = 4
-
-    @nn.compact
-    def __call__(self, numbers: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.characters, self.width, embedding_init=nn.initializers.normal(0.02))
-        positions = self.param("positions", nn.initializers.normal(0.02), (self.context, self.width))
-        x = embed(numbers) + positions[: numbers.shape[1]]
-        for _ in range(self.layers):
-            x = x + self.attention(nn.LayerNorm()(x))
-            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
-            x = x + nn.Dense(self.width)(hidden)
-        return embed.attend(nn.LayerNorm()(x))
-
-    def attention(self, x: jax.Array) -> jax.Array:
-        """Causal self-attention."""
-        batch, length, _ = x.shape
-        parts = nn.Dense(3 * self.width)(x).reshape(batch, length, 3, self.heads, -1)
-        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(parts, 2, 0), is_causal=True)
-        return nn.Dense(self.width)(mixed.reshape(x.shape))
 
 
 def make_task(args: argparse.Namespace, numbers: np.ndarray, validation: np.ndarray, alphabet: str) -> Task:

@@ -1,12 +1,14 @@
-"""Training without a global exchange: SwarmSGD, D-PSGD, SGP and local SGD against all-reduce, on digits or CIFAR-10.
+"""Training without a global exchange: SwarmSGD, D-PSGD, SGP and local SGD against all-reduce, on images or text.
 
-Trains one small convolutional network (Flax; momentum SGD or AdamW) with 8 workers, which are this machine's
-accelerators or virtual CPU devices. Every worker has its own part of the images and its own model; the mean of the
-models is tested. Prints a table of accuracy and bits sent, and writes a plot (gossip.png) and all curves (gossip.json).
-Nothing here is asynchronous; for that see gcjax.gossip.simulate and swarm_mpi.py.
+Trains one small convolutional network, or the transformer of char_lm.py (Flax; momentum SGD or AdamW), with 8 workers,
+which are this machine's accelerators or virtual CPU devices. Every worker has its own part of the data and its own
+model; the mean of the models is tested. Prints a table of accuracy or loss and bits sent, and writes a plot
+(gossip.png) and all curves (gossip.json). Nothing here is asynchronous; for that see gcjax.gossip.simulate and
+swarm_mpi.py.
 
     python examples/gossip.py                                # scikit-learn's digits, two minutes on two cores
     python examples/gossip.py --data DIR                     # CIFAR-10, see cifar10.py; a quarter of an hour
+    python examples/gossip.py --text FILE --optimiser adamw  # a character language model, see char_lm.py
     python examples/gossip.py --algorithms all-reduce swarm-8 --seeds 3
     python examples/gossip.py --algorithms diloco sparse-loco --local-steps 15 --optimiser adamw --learning-rate 0.002
 """
@@ -22,14 +24,13 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from common.cli import Parser, Problem, above_zero
-from common.images import CIFAR_MEAN, CIFAR_STD, ImageData, load_cifar10, load_digits, normalise
-from common.networks import Cnn
+from common.images import load_cifar10, load_digits
 from common.training import use_devices
+from common.workloads import Workload, image_workload, text_workload
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from tqdm import tqdm
 
@@ -85,6 +86,8 @@ OPTIMISERS = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adamw": optax.
 DENSE = "all-reduce"
 DIGITS = {"batch": 16, "epochs": 40, "learning_rate": 0.05}
 CIFAR = {"batch": 64, "epochs": 6, "learning_rate": 0.02}
+TEXT = {"batch": 4, "epochs": 2, "learning_rate": 0.003}
+FIGURES = {"accuracy": ("test accuracy %", 2), "validation_loss": ("validation loss", 4)}  # title, decimals
 COLOURS = (  # of Okabe and Ito, grey and brown
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#F0E442", "#999999", "#884400"),
@@ -92,87 +95,69 @@ COLOURS = (  # of Okabe and Ito, grey and brown
 
 
 def batches(rng: np.random.Generator, parts: np.ndarray, size: int) -> np.ndarray:
-    """Draw the batches of an epoch, each worker's from its own images.
+    """Draw the batches of an epoch, each worker's from its own samples.
 
     Args:
       rng: decides on the order.
-      parts: int[workers, images], numbers of each worker's images. Those that fill no batch are dropped.
-      size: images per worker.
+      parts: int[workers, samples], numbers of each worker's samples. Those that fill no batch are dropped.
+      size: samples per worker.
 
     Returns:
-      int[steps, workers * size], numbers of images.
+      int[steps, workers * size], numbers of samples.
     """
     workers, own = parts.shape
     order = rng.permuted(parts, axis=1)[:, : own // size * size]
     return order.reshape(workers, -1, size).swapaxes(0, 1).reshape(-1, workers * size)
 
 
-def logits(params: PyTree, images: jax.Array) -> jax.Array:
-    """float32[batch, 10] of images float32, or uint8 as CIFAR-10 has them."""
-    images = images if images.dtype == jnp.float32 else normalise(images, CIFAR_MEAN, CIFAR_STD)
-    return Cnn().apply({"params": params}, images, train=True)
-
-
-def loss_fn(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Mean cross-entropy of images and their labels."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch[0]), batch[1]).mean()
-
-
-@jax.jit
-def count_correct(params: PyTree, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Number of images whose label is the likeliest."""
-    return jnp.sum(jnp.argmax(logits(params, images), axis=-1) == labels)
-
-
-def train(name: str, seed: int, data: ImageData, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def train(
+    name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
     """Run one training.
 
     Args:
       name: of the algorithm.
       seed: of the initialisation, the batches and the algorithm.
-      data: training images, their labels, test images, their labels.
+      workload: what is trained.
       args: the options.
       mesh: the workers.
 
     Returns:
-      `epochs`, a row for each: accuracy of the mean model, consensus distance, bits per worker, and more.
+      `epochs`, a row for each: the mean model's figure, consensus distance, bits per worker, and more.
     """
-    images, labels, test_images, test_labels = data
-    own = len(images) // args.workers
+    count = len(workload.samples[0])
+    own = count // args.workers
     steps = own // args.batch
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
     exchange = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
-    step = gossip.make_train_step(loss_fn, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
-    state = step.init(Cnn().init(jax.random.key(seed), jnp.zeros((1, *images.shape[1:])), train=True)["params"])
-    parts = np.random.default_rng(seed).permutation(len(images))[: own * args.workers].reshape(args.workers, own)
+    step = gossip.make_train_step(workload.loss, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
+    state = step.init(workload.init(jax.random.key(seed)))
+    parts = np.random.default_rng(seed).permutation(count)[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
     rows = []
-    title = f"{ALGORITHMS[name][0]}, seed {seed}"
-    with tqdm(total=args.epochs * steps, desc=title, unit="step", leave=False, disable=None) as bar:
+    title, decimals = FIGURES[workload.figure]
+    described = f"{ALGORITHMS[name][0]}, seed {seed}"
+    with tqdm(total=args.epochs * steps, desc=described, unit="step", leave=False, disable=None) as bar:
         for epoch in range(args.epochs):
             losses = []
             for chosen in batches(np.random.default_rng((seed, epoch)), parts, args.batch):
-                batch = jax.device_put((images[chosen], labels[chosen]), over_workers)
+                batch = jax.device_put(tuple(x[chosen] for x in workload.samples), over_workers)
                 state, metrics = step(state, batch)
                 losses.append(float(metrics.loss.mean()))
                 bar.update()
             sent = gossip.info(state.opt_state)
             # Off the mesh, where every virtual device would compute the same.
             mean = jax.device_get(gossip.mean_params(state.params, sent.weights))
-            correct = [
-                int(count_correct(mean, test_images[i : i + 1000], test_labels[i : i + 1000]))
-                for i in range(0, len(test_images), 1000)
-            ]
             row = {
                 "step": sent.step,
                 "loss": float(np.mean(losses)),
-                "accuracy": 100 * sum(correct) / len(test_images),
+                workload.figure: workload.test(mean),
                 "consensus_distance": gossip.consensus_distance(state.params).relative,
                 "bits": float(sent.bits.mean()),
                 "repeated": sent.failures,
             }
             rows.append(row)
-            bar.set_postfix(accuracy=f"{row['accuracy']:.2f}", refresh=False)
+            bar.set_postfix_str(f"{title} {row[workload.figure]:.{decimals}f}", refresh=False)
     return {"algorithm": name, "seed": seed, "epochs": rows}
 
 
@@ -184,9 +169,10 @@ def grouped(runs: list[dict]) -> dict[str, list[list[dict]]]:
     return found
 
 
-def table(runs: list[dict]) -> str:
+def table(runs: list[dict], figure: str) -> str:
     """Aligned text with a row for each algorithm: medians, and ranges in brackets if there are several seeds."""
-    head = ("algorithm", "test accuracy %", "to all-reduce", "consensus distance")
+    title, decimals = FIGURES[figure]
+    head = ("algorithm", title, "to all-reduce", "consensus distance")
     lines = [(*head, "kbit/step/worker", "Mbit/worker", "repeated")]
     ends = {name: [epochs[-1] for epochs in group] for name, group in grouped(runs).items()}
     for name, rows in ends.items():
@@ -194,16 +180,16 @@ def table(runs: list[dict]) -> str:
         def median(key, rows=rows):
             return statistics.median(row[key] for row in rows)
 
-        scores = [row["accuracy"] for row in rows]
-        ranged = f" ({min(scores):.2f} to {max(scores):.2f})" if len(scores) > 1 else ""
+        scores = [row[figure] for row in rows]
+        ranged = f" ({min(scores):.{decimals}f} to {max(scores):.{decimals}f})" if len(scores) > 1 else ""
         gap = "-"
         if DENSE in ends:
-            gap = f"{median('accuracy') - statistics.median(row['accuracy'] for row in ends[DENSE]):+.2f}"
+            gap = f"{median(figure) - statistics.median(row[figure] for row in ends[DENSE]):+.{decimals}f}"
         bits = median("bits")
         lines.append(
             (
                 ALGORITHMS[name][0],
-                f"{median('accuracy'):.2f}{ranged}",
+                f"{median(figure):.{decimals}f}{ranged}",
                 gap,
                 f"{median('consensus_distance'):.4f}",
                 f"{bits / rows[0]['step'] / 1e3:,.1f}",
@@ -215,21 +201,22 @@ def table(runs: list[dict]) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines)
 
 
-def plot(runs: list[dict], args: argparse.Namespace, path: Path) -> None:
-    """Plot accuracy against bits, and against steps."""
+def plot(runs: list[dict], shown: str, args: argparse.Namespace, path: Path) -> None:
+    """Plot accuracy or loss against bits, and against steps."""
     plt.switch_backend("Agg")  # draws without a display
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
     for name, group in grouped(runs).items():
         colour = COLOURS[list(ALGORITHMS).index(name)]
-        scores = np.array([[row["accuracy"] for row in epochs] for epochs in group])
+        scores = np.array([[row[shown] for row in epochs] for epochs in group])
         bits = np.median([[row["bits"] for row in epochs] for epochs in group], axis=0)
         for panel, x in ((left, bits / 1e6), (right, [row["step"] for row in group[0]])):
             panel.plot(x, np.median(scores, axis=0), "o-", markersize=3, color=colour, label=ALGORITHMS[name][0])
             panel.fill_between(x, scores.min(axis=0), scores.max(axis=0), color=colour, alpha=0.15, lw=0)
-    best = max(line.get_ydata().max() for line in left.lines)
-    lowest = min(line.get_ydata()[-1] for line in left.lines)
-    left.set(xscale="log", xlabel="sent by a worker (Mbit)", ylabel="test accuracy of the mean model (%)")
-    left.set_ylim(lowest - max(10, best - lowest), best + 1)  # cuts off the first epochs, which would squeeze the rest
+    left.set(xscale="log", xlabel="sent by a worker (Mbit)", ylabel=f"{FIGURES[shown][0]}, of the mean model")
+    if shown == "accuracy":  # cuts off the first epochs, which would squeeze the rest
+        best = max(line.get_ydata().max() for line in left.lines)
+        lowest = min(line.get_ydata()[-1] for line in left.lines)
+        left.set_ylim(lowest - max(10, best - lowest), best + 1)
     left.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     left.xaxis.set_minor_formatter(NullFormatter())
     right.set(xlabel="step")
@@ -245,25 +232,27 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
-    parser.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; digits without it")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; digits without it")
+    source.add_argument("--text", type=Path, help="file to learn from, UTF-8, as for char_lm.py")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=USUAL, help="what to compare")
     parser.add_argument("--workers", type=count, default=8, help="workers, one per device; at least 2")
     parser.add_argument("--local-steps", type=count, default=4, help="of all but all-reduce, D-PSGD and SGP")
     parser.add_argument("--optimiser", choices=OPTIMISERS, default="sgd", help="of each worker")
-    text = "{}; {} for digits, {} for CIFAR-10"
+    text = "{}; {} for digits, {} for CIFAR-10, {} for a text"
     for name, kind, about in (
-        ("batch", count, "images per worker and step"),
-        ("epochs", count, "passes over the images"),
+        ("batch", count, "samples per worker and step"),
+        ("epochs", count, "passes over the data"),
         ("learning_rate", real, "at the start; falls to 0 as a cosine"),
     ):
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(
-            option, type=kind, default=argparse.SUPPRESS, help=text.format(about, DIGITS[name], CIFAR[name])
+            option, type=kind, default=argparse.SUPPRESS, help=text.format(about, DIGITS[name], CIFAR[name], TEXT[name])
         )
     parser.add_argument("--seeds", type=count, default=1, help="number of initialisations; several give medians")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for gossip.png and gossip.json")
     args = parser.parse_args(arguments)
-    for name, value in (DIGITS if args.data is None else CIFAR).items():
+    for name, value in (TEXT if args.text else CIFAR if args.data else DIGITS).items():
         args.__dict__.setdefault(name, value)
     args.algorithms = list(dict.fromkeys(args.algorithms))
     if args.workers < 2:
@@ -273,11 +262,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     """Train with each algorithm; write the results."""
-    data = load_digits() if args.data is None else load_cifar10(args.data)
-    if args.workers * args.batch > len(data[0]):
-        raise Problem(
-            f"--workers {args.workers} times --batch {args.batch} is more than the {len(data[0])} training images"
-        )
+    if args.text:
+        workload = text_workload(args.text)
+    else:
+        workload = image_workload(load_cifar10(args.data) if args.data else load_digits())
+    count = len(workload.samples[0])
+    if args.workers * args.batch > count:
+        raise Problem(f"--workers {args.workers} times --batch {args.batch} is more than the {count} training samples")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -286,18 +277,19 @@ def run(args: argparse.Namespace) -> None:
     runs = []
     for name in args.algorithms:
         for seed in range(args.seeds):
-            runs.append(train(name, seed, data, args, mesh))
-            print(f"{ALGORITHMS[name][0]}, seed {seed}: {runs[-1]['epochs'][-1]['accuracy']:.2f} %", flush=True)
+            runs.append(train(name, seed, workload, args, mesh))
+            reached, (title, decimals) = runs[-1]["epochs"][-1][workload.figure], FIGURES[workload.figure]
+            print(f"{ALGORITHMS[name][0]}, seed {seed}: {title} {reached:.{decimals}f}", flush=True)
     versions = {module.__name__: module.__version__ for module in (gcjax, jax, flax, optax, np)}
     record = {
-        "settings": vars(args) | {"data": str(args.data), "out": str(args.out)},
+        "settings": vars(args) | {"data": str(args.data), "text": str(args.text), "out": str(args.out)},
         "versions": {"python": platform.python_version(), **versions},
         "machine": f"{platform.machine()}, {jax.default_backend()}",
         "runs": runs,
     }
     (args.out / "gossip.json").write_text(json.dumps(record, indent=1))
-    plot(runs, args, args.out / "gossip.png")
-    print(f"\n{table(runs)}\n\nPlot: {args.out / 'gossip.png'}   Curves: {args.out / 'gossip.json'}")
+    plot(runs, workload.figure, args, args.out / "gossip.png")
+    print(f"\n{table(runs, workload.figure)}\n\nPlot: {args.out / 'gossip.png'}   Curves: {args.out / 'gossip.json'}")
 
 
 def main() -> int:

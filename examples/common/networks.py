@@ -1,4 +1,4 @@
-"""Image networks in Flax, from float32[batch, height, width, 3] to float32 logits[batch, classes].
+"""Networks in Flax: for images, from float32[batch, height, width, 3] to float32 logits[batch, classes]; and for text.
 
 `train` turns on dropout and the batch statistics of BatchNorm.
 """
@@ -132,6 +132,44 @@ class ResNet(nn.Module):
                 stride = 2 if stage and not number else 1
                 x = self.block(self.width * 2**stage, stride, norm, conv)(x)
         return nn.Dense(self.classes)(x.mean(axis=(1, 2)).astype(jnp.float32))
+
+
+class Transformer(nn.Module):
+    """A decoder with LayerNorm before each part, learned positions, tied embeddings and no dropout.
+
+    From int32[batch, length] to float32 logits[batch, length, characters] of the next character after each.
+
+    Attributes:
+      characters: size of the alphabet.
+      context: greatest length.
+      width: features.
+      layers: of attention and two dense layers each.
+      heads: of attention.
+    """
+
+    characters: int
+    context: int
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+
+    @nn.compact
+    def __call__(self, numbers: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.characters, self.width, embedding_init=nn.initializers.normal(0.02))
+        positions = self.param("positions", nn.initializers.normal(0.02), (self.context, self.width))
+        x = embed(numbers) + positions[: numbers.shape[1]]
+        for _ in range(self.layers):
+            x = x + self.attention(nn.LayerNorm()(x))
+            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+            x = x + nn.Dense(self.width)(hidden)
+        return embed.attend(nn.LayerNorm()(x))
+
+    def attention(self, x: jax.Array) -> jax.Array:
+        """Causal self-attention."""
+        batch, length, _ = x.shape
+        parts = nn.Dense(3 * self.width)(x).reshape(batch, length, 3, self.heads, -1)
+        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(parts, 2, 0), is_causal=True)
+        return nn.Dense(self.width)(mixed.reshape(x.shape))
 
 
 CIFAR = {

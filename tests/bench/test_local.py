@@ -16,8 +16,11 @@ import gossip as example
 from bench import local
 
 
-def test_example_accepts_every_row():
-    found = [example.parse_options(shlex.split(f"{options} {local.COMMON}")) for options in local.ROWS.values()]
+@pytest.mark.parametrize("result", local.TASKS)
+def test_example_accepts_every_row(result):
+    source, common, *_ = local.TASKS[result]
+    common = shlex.split(f"{common} --{source} x")
+    found = [example.parse_options([*shlex.split(options), *common]) for options in local.ROWS.values()]
     assert len({(*args.algorithms, args.local_steps) for args in found}) == len(local.ROWS)
     for row, args in zip(local.ROWS, found, strict=True):
         assert (len(args.algorithms), args.seeds, args.optimiser) == (1, 1, "adamw")
@@ -25,24 +28,26 @@ def test_example_accepts_every_row():
             assert row == f"{example.ALGORITHMS[args.algorithms[0]][0]}, {args.local_steps}"
 
 
-def test_a_table_continues_where_it_stopped(tmp_path, monkeypatch, capsys):
-    ran = []
+@pytest.mark.parametrize(
+    ("result", "value", "shown"), [("local", 60.0, "60.00 | 60.0"), ("local-text", 1.85, "1.8500 | 1.850")]
+)
+def test_a_table_continues_where_it_stopped(result, value, shown, tmp_path, monkeypatch, capsys):
+    ran, task = [], local.TASKS[result]
 
-    def run(row, args):
-        ran.append(row)
-        epochs = [{"accuracy": 50.0 + len(row), "bits": 8e6, "step": 10}, {"accuracy": 60.0, "bits": 16e6, "step": 20}]
+    def run(row, result, args):
+        ran.append((row, result))
+        epochs = [{task.figure: value, "bits": bits, "step": 10 * (1 + i)} for i, bits in enumerate((8e6, 16e6))]
         return {"row": row, "command": "", "settings": {}, "epochs": epochs}
 
     monkeypatch.setattr(local, "run", run)
     for rows in (["DiLoCo, 15"], ["SparseLoCo, 15", "DiLoCo, 15", "all-reduce, 1"]):
-        monkeypatch.setattr(sys, "argv", ["local.py", "--data", "x", "--out", str(tmp_path), "--rows", *rows])
+        options = ["--" + task.source, "x", "--out", str(tmp_path), "--rows", *rows]
+        monkeypatch.setattr(sys, "argv", ["local.py", *options])
         local.main()
-    assert ran == ["DiLoCo, 15", "SparseLoCo, 15", "all-reduce, 1"]
-    assert len(json.loads((tmp_path / "local.json").read_text())["runs"]) == 3
-    lines = [line for line in (tmp_path / "local.md").read_text().splitlines() if line.startswith("|")][2:]
+    assert ran == [(row, result) for row in ("DiLoCo, 15", "SparseLoCo, 15", "all-reduce, 1")]
+    assert len(json.loads((tmp_path / f"{result}.json").read_text())["runs"]) == 3
+    lines = [line for line in (tmp_path / f"{result}.md").read_text().splitlines() if line.startswith("|")][2:]
     assert lines == [
-        "| all-reduce, 1 | 60.00 | 63.0 | 2.00 | 100,000 |",
-        "| DiLoCo, 15 | 60.00 | 60.0 | 2.00 | 100,000 |",
-        "| SparseLoCo, 15 | 60.00 | 64.0 | 2.00 | 100,000 |",
+        f"| {row} | {shown} | 2.00 | 100,000 |" for row in ("all-reduce, 1", "DiLoCo, 15", "SparseLoCo, 15")
     ]
     assert "SparseLoCo" in capsys.readouterr().out

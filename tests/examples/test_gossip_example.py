@@ -57,12 +57,25 @@ def test_it_writes_table_plot_and_curves(tmp_path):
     assert swarm[-1]["repeated"] == 0
 
 
+def test_it_learns_a_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question: " * 200)
+    options = ("--text", text, "--workers", "2", "--epochs", "3", "--batch", "2", "--optimiser", "adamw")
+    done = run("gossip.py", *options, "--algorithms", "sparse-loco", "--out", tmp_path, many_steps=True)
+    assert done.returncode == 0, done.stderr
+    (training,) = json.loads((tmp_path / "gossip.json").read_text())["runs"]
+    losses = [row["validation_loss"] for row in training["epochs"]]
+    assert losses[-1] < losses[0] < 3.0  # nats; 18 characters that are equally likely have 2.9
+    assert f"SparseLoCo, seed 0: validation loss {losses[-1]:.4f}" in done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--workers", "1"], "got 1"),
         (["--batch", "500"], "--batch 500"),
         (["--data", "/nowhere"], "no CIFAR-10 in '/nowhere'"),
+        (["--text", "/nowhere"], "cannot read '/nowhere'"),
     ],
 )
 def test_a_bad_option_gives_one_line(options, named, capsys, monkeypatch):
