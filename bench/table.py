@@ -223,14 +223,18 @@ def table(store: dict) -> str:
         found = grouped(store["runs"], optimiser)
         if not found:
             continue
-        head = "| row | method | test accuracy % | to dense | compression ratio | wire ratio | bits per sent entry | "
-        lines += [f"\n## {optimiser}\n", head + "MB sent per worker | CPU s | seeds |", "|---" * 10 + "|"]
+        head = "| row | method | test accuracy % | to dense | compression ratio | in the last tenth | wire ratio | "
+        lines += [
+            f"\n## {optimiser}\n",
+            head + "bits per sent entry | MB sent per worker | CPU s | seeds |",
+            "|---" * 11 + "|",
+        ]
         dense = median([r for r in found.get("dense", []) if "epochs" in r], accuracy)
         for name, records in found.items():
             ended = [record for record in records if "epochs" in record]
             method, name = methods[name], name if name in rows() else f"{name} (taken out)"
             if not ended:
-                lines.append(f"| {name} | `{method}` | diverged |" + " |" * 7)
+                lines.append(f"| {name} | `{method}` | diverged |" + " |" * 8)
                 continue
             scores = [accuracy(record) for record in ended]
             spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
@@ -240,6 +244,7 @@ def table(store: dict) -> str:
                 f"{median(ended, accuracy):.1f}{spread}",
                 gap,
                 f"{median(ended, lambda r: r['compression_ratio']):,.1f}",
+                f"{median(ended, last_ratio):,.1f}",
                 f"{median(ended, lambda r: r['wire_ratio']):,.1f}",
                 f"{median(ended, lambda r: r['epochs'][-1]['payload_bits'] / r['epochs'][-1]['sent']):.1f}",
                 f"{median(ended, megabytes):,.1f}",
@@ -258,6 +263,14 @@ def accuracy(record: dict) -> float:
 def megabytes(record: dict) -> float:
     """Sent by a worker in the whole run."""
     return record["epochs"][-1]["wire_bytes"] / 1e6
+
+
+def last_ratio(record: dict) -> float:
+    """Compression ratio in the last tenth of the epochs, at least in the last one."""
+    *_, last = epochs = record["epochs"]
+    tenth = max(1, len(epochs) // 10)
+    before = epochs[-1 - tenth] if len(epochs) > tenth else {"step": 0, "sent": 0.0}
+    return record["parameters"] * (last["step"] - before["step"]) / (last["sent"] - before["sent"])
 
 
 def seconds(records: list[dict]) -> str:

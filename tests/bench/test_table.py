@@ -25,8 +25,15 @@ def options(monkeypatch, *arguments):
 
 def record(row, seed, accuracy, **more):
     epoch = {"accuracy": accuracy, "wire_bytes": 2e6, "payload_bits": 3200.0, "sent": 100.0}
-    figures = {"epochs": [epoch], "compression_ratio": 10.0 * (seed + 1), "wire_ratio": 2.5, "cpu_seconds": 60.0}
-    return {"row": row, "optimiser": "adam", "seed": seed} | figures | more
+    epochs = [{"step": 5, "sent": 80.0}, epoch | {"step": 10}]
+    figures = {"epochs": epochs, "compression_ratio": 10.0 * (seed + 1), "wire_ratio": 2.5, "cpu_seconds": 60.0}
+    return {"row": row, "optimiser": "adam", "seed": seed, "parameters": 200} | figures | more
+
+
+def test_ratio_at_the_end_is_that_of_the_last_tenth_of_the_epochs():
+    epochs = [{"step": 3 * i, "sent": 10.0 * i if i < 29 else 270.0 + 20.0 * (i - 27)} for i in range(1, 31)]
+    assert table.last_ratio({"parameters": 40, "epochs": epochs}) == 40 * 9 / (330 - 270)
+    assert table.last_ratio({"parameters": 40, "epochs": epochs[:1]}) == 40 * 3 / 10
 
 
 @pytest.mark.parametrize("size", list(table.SIZES))
@@ -84,8 +91,11 @@ def test_table_has_medians_ranges_and_diverged_runs():
         alone,
     ]
     lines = table.table({"runs": runs}).splitlines()
-    assert "| dense | `dense` | 61.0 (60.0 to 64.0) | +0.0 | 20.0 | 2.5 | 32.0 | 2.0 | 60 | 3 |" in lines
-    assert "| variance 1 | `variance(alpha=1)` | 50.0 | -11.0 | 10.0 | 2.5 | 32.0 | 2.0 | - | 1, 1 diverged |" in lines
+    assert "| dense | `dense` | 61.0 (60.0 to 64.0) | +0.0 | 20.0 | 50.0 | 2.5 | 32.0 | 2.0 | 60 | 3 |" in lines
+    assert (
+        "| variance 1 | `variance(alpha=1)` | 50.0 | -11.0 | 10.0 | 50.0 | 2.5 | 32.0 | 2.0 | - | 1, 1 diverged |"
+        in lines
+    )
     assert any(line.startswith("| strom 0.1 | `strom(threshold=0.1)` | diverged |") for line in lines)
 
 
