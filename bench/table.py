@@ -53,7 +53,7 @@ SIZES = {
     },
 }
 UP_TO_HALF = (96, 192, 384, 736, 1440, 2880, 5760, 11520, 23040, 32576, 46048)  # slots, of the CNN's entries
-RANGE = 30  # points below the best that the plot shows
+RANGE = 12  # points below the best that the plot shows
 # Of a name beside its point: offset in points, horizontal and vertical alignment.
 PLACES = (
     (5, 3, "left", "bottom"),
