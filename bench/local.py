@@ -1,8 +1,8 @@
-"""Training that rarely communicates: the mean model's accuracy or loss against bytes, with 8 workers and AdamW.
+"""Training that rarely communicates: the mean model's accuracy or loss against bytes, with 8 workers.
 
-On CIFAR-10, or on a text with the network and steps of bench.char_lm. Each run is one call of examples/gossip.py, one
-after the other. Finished runs are kept in the result file, so an interrupted table continues where it stopped. The
-all-reduce is of the models, after every step.
+On CIFAR-10, or on a text with the network and steps of bench.char_lm; with AdamW, and Muon for MuLoCo. Each run is one
+call of examples/gossip.py, one after the other. Finished runs are kept in the result file, so an interrupted table
+continues where it stopped. The all-reduce is of the models, after every step.
 
     python -m bench.local --data DIR                                # CIFAR-10, all rows, 2 to 3 minutes each
     python -m bench.local --text FILE                               # the language model, into local-text.json
@@ -47,11 +47,17 @@ ROWS = {
     "DiLoCo, 30": "--algorithms diloco --local-steps 30",
     "SparseLoCo, 30": "--algorithms sparse-loco --local-steps 30",
     "SparseLoCo, mean of all, 30": "--algorithms sparse-loco-workers --local-steps 30",
+    "local SGD, variance, 30": "--algorithms local-variance --local-steps 30",
     "Streaming DiLoCo, 30": "--algorithms streaming --local-steps 30",
+    "Streaming DiLoCo, 4 bits, 30": "--algorithms streaming-4 --local-steps 30",
+    "MuLoCo, 30": "--algorithms muloco --local-steps 30 --optimiser muon",
     "DiLoCo, 15": "--algorithms diloco --local-steps 15",
     "SparseLoCo, 15": "--algorithms sparse-loco --local-steps 15",
     "SparseLoCo, mean of all, 15": "--algorithms sparse-loco-workers --local-steps 15",
+    "local SGD, variance, 15": "--algorithms local-variance --local-steps 15",
     "Streaming DiLoCo, 15": "--algorithms streaming --local-steps 15",
+    "Streaming DiLoCo, 4 bits, 15": "--algorithms streaming-4 --local-steps 15",
+    "MuLoCo, 15": "--algorithms muloco --local-steps 15 --optimiser muon",
     "local SGD, 30": "--algorithms local --local-steps 30",
 }
 
@@ -60,7 +66,7 @@ def run(row: str, result: str, args: argparse.Namespace) -> dict:
     """One training in a process of its own; its record."""
     source, common, *_ = TASKS[result]
     out = args.work / result / row.replace(", ", "_").replace(" ", "_")
-    options = f"{ROWS[row]} {common}"
+    options = f"{common} {ROWS[row]}"
     data = [f"--{source}", str(getattr(args, source))]
     done = machine.run_example("gossip.py", [*shlex.split(options), *data, "--out", str(out)])
     if done.returncode:

@@ -1,10 +1,9 @@
 """Training without a global exchange: SwarmSGD, D-PSGD, SGP and local SGD against all-reduce, on images or text.
 
-Trains one small convolutional network, or the transformer of char_lm.py (Flax; momentum SGD or AdamW), with 8 workers,
-which are this machine's accelerators or virtual CPU devices. Every worker has its own part of the data and its own
-model; the mean of the models is tested. Prints a table of accuracy or loss and bits sent, and writes a plot
-(gossip.png) and all curves (gossip.json). Nothing here is asynchronous; for that see gcjax.gossip.simulate and
-swarm_mpi.py.
+Trains one small convolutional network, or the transformer of char_lm.py, both in Flax, with 8 workers, which are this
+machine's accelerators or virtual CPU devices. Every worker has its own part of the data and its own model; the mean of
+the models is tested. Prints a table of accuracy or loss and bits sent, and writes a plot (gossip.png) and all curves
+(gossip.json). Nothing here is asynchronous; for that see gcjax.gossip.simulate and swarm_mpi.py.
 
     python examples/gossip.py                                # scikit-learn's digits, two minutes on two cores
     python examples/gossip.py --data DIR                     # CIFAR-10, see cifar10.py; a quarter of an hour
@@ -39,58 +38,73 @@ from gcjax import gossip
 
 PyTree = Any
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def local_sgd(args: argparse.Namespace, **options: Any) -> optax.GradientTransformation:
+    return gossip.local_sgd(args.local_steps, axis_name="data", **options)
+
+
+def streaming_diloco(args: argparse.Namespace, **options: Any) -> optax.GradientTransformation:
+    fragments, delay = min(4, args.local_steps), args.local_steps // 6
+    return local_sgd(args, outer=OUTER, fragments=fragments, delay=delay, mixing=0.5, **options)
+
+
+def sparse_loco(*args: Any, **options: Any) -> optax.GradientTransformation:
+    return gcjax.sparse_loco_compress(*args, axis_name="data", **options)
+
+
+def qsgd(key: jax.Array) -> optax.GradientTransformation:
+    return gcjax.qsgd_compress(4, key=key, transport="two_phase", axis_name="data")
+
+
+def swarm(args: argparse.Namespace, key: jax.Array, **options: Any) -> optax.GradientTransformation:
+    return gossip.swarm_average(args.local_steps, key=key, axis_name="data", **options)
+
+
 # By key: title, and what makes the transform. The all-reduce is local SGD of one step: with SGD, averaging the models
 # after every step equals averaging the gradients.
 ALGORITHMS = {
     "all-reduce": ("all-reduce", lambda args, key: gossip.local_sgd(1, axis_name="data")),
-    "local": ("local SGD", lambda args, key: gossip.local_sgd(args.local_steps, axis_name="data")),
+    "local": ("local SGD", lambda args, key: local_sgd(args)),
     "d-psgd": ("D-PSGD, ring", lambda args, key: gossip.d_psgd("ring", axis_name="data")),
     "sgp": ("SGP, exponential", lambda args, key: gossip.sgp("exponential", axis_name="data")),
-    "swarm": (
-        "SwarmSGD",
-        lambda args, key: gossip.swarm_average(args.local_steps, key=key, axis_name="data"),
-    ),
-    "swarm-8": (
-        "SwarmSGD, 8 bits",
-        lambda args, key: gossip.swarm_average(args.local_steps, bits=8, key=key, axis_name="data"),
-    ),
-    "diloco": ("DiLoCo", lambda args, key: gossip.local_sgd(args.local_steps, outer=OUTER, axis_name="data")),
-    "streaming": (
-        "Streaming DiLoCo",
-        lambda args, key: gossip.local_sgd(
-            args.local_steps,
-            outer=OUTER,
-            fragments=min(4, args.local_steps),
-            delay=args.local_steps // 6,
-            mixing=0.5,
-            axis_name="data",
-        ),
-    ),
-    "sparse-loco": (
-        "SparseLoCo",
-        lambda args, key: gossip.local_sgd(
-            args.local_steps, compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"
-        ),
-    ),
+    "swarm": ("SwarmSGD", swarm),
+    "swarm-8": ("SwarmSGD, 8 bits", lambda args, key: swarm(args, key, bits=8)),
+    "diloco": ("DiLoCo", lambda args, key: local_sgd(args, outer=OUTER)),
+    "streaming": ("Streaming DiLoCo", lambda args, key: streaming_diloco(args)),
+    "streaming-4": ("Streaming DiLoCo, 4 bits", lambda args, key: streaming_diloco(args, compressor=qsgd(key))),
+    "sparse-loco": ("SparseLoCo", lambda args, key: local_sgd(args, compressor=sparse_loco())),
     "sparse-loco-workers": (
         "SparseLoCo, mean of all",
-        lambda args, key: gossip.local_sgd(
-            args.local_steps,
-            compressor=gcjax.sparse_loco_compress(average="workers", axis_name="data"),
-            axis_name="data",
+        lambda args, key: local_sgd(args, compressor=sparse_loco(average="workers")),
+    ),
+    "local-variance": (
+        "local SGD, variance",
+        lambda args, key: local_sgd(
+            args, compressor=gcjax.variance_compress(density=1 / 64, feedback=True, axis_name="data")
+        ),
+    ),
+    "muloco": (  # with --optimiser muon
+        "MuLoCo",
+        lambda args, key: local_sgd(
+            args, outer=optax.sgd(0.7, momentum=0.6, nesterov=True), compressor=sparse_loco(4096, bits=4)
         ),
     ),
 }
 USUAL = ["all-reduce", "local", "d-psgd", "sgp", "swarm", "swarm-8"]  # the others are for more local steps
-OPTIMISERS = {"sgd": lambda rate: optax.sgd(rate, momentum=0.9), "adamw": optax.adamw}
+OPTIMISERS = {
+    "sgd": lambda rate: optax.sgd(rate, momentum=0.9),
+    "adamw": optax.adamw,
+    "muon": lambda rate: optax.contrib.muon(rate, consistent_rms=0.2),  # steps as large as those of AdamW
+}
 DENSE = "all-reduce"
 DIGITS = {"batch": 16, "epochs": 40, "learning_rate": 0.05}
 CIFAR = {"batch": 64, "epochs": 6, "learning_rate": 0.02}
 TEXT = {"batch": 4, "epochs": 2, "learning_rate": 0.003}
 FIGURES = {"accuracy": ("test accuracy %", 2), "validation_loss": ("validation loss", 4)}  # title, decimals
-COLOURS = (  # of Okabe and Ito, grey and brown
+COLOURS = (  # of Okabe and Ito, then grey, brown, green, purple and indigo
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
-    *("#56B4E9", "#F0E442", "#999999", "#884400"),
+    *("#56B4E9", "#F0E442", "#999999", "#884400", "#117733", "#882255", "#332288"),
 )
 
 

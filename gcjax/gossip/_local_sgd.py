@@ -10,10 +10,10 @@ sends.
 
 **Deviations.** Streaming DiLoCo: a fragment is made of leaves, by default so that all fragments are about as large; the
 paper's are made of whole layers, which `fragments` can say, too. What is sent is float32 unless there is a compressor;
-the paper rounds it to 4-bit floats. The first fragment is sent after local_steps / fragments updates, not after
-local_steps. What is sent arrives within the update that sends it, and is kept until it is mixed in: in one compiled
-step, XLA runs a collective in a conditional where it stands, so that `delay` gives the paper's updates, and hides no
-time.
+the paper rounds it to 4-bit floats, and `gcjax.qsgd_compress` to 15 evenly spaced levels. The first fragment is sent
+after local_steps / fragments updates, not after local_steps. What is sent arrives within the update that sends it, and
+is kept until it is mixed in: in one compiled step, XLA runs a collective in a conditional where it stands, so that
+`delay` gives the paper's updates, and hides no time.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,8 @@ def local_sgd(
     - MuLoCo: `optax.contrib.muon(0.02)` as inner optimiser, and `local_sgd(30, outer=optax.sgd(0.7, momentum=0.6,
       nesterov=True), compressor=gcjax.sparse_loco_compress(4096, bits=4, axis_name="data"), axis_name="data")`, which
       sends every entry in 4 bits.
-    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, mixing=0.5, axis_name="data")`.
+    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, mixing=0.5, axis_name="data")`. With
+      `compressor=gcjax.qsgd_compress(4, key=key, transport="two_phase", axis_name="data")` it sends 4 bits an entry.
 
     Args:
       local_steps: updates from one exchange to the next, including the one that exchanges.

@@ -20,10 +20,11 @@ from bench import local
 def test_example_accepts_every_row(result):
     source, common, *_ = local.TASKS[result]
     common = shlex.split(f"{common} --{source} x")
-    found = [example.parse_options([*shlex.split(options), *common]) for options in local.ROWS.values()]
+    found = [example.parse_options([*common, *shlex.split(options)]) for options in local.ROWS.values()]
     assert len({(*args.algorithms, args.local_steps) for args in found}) == len(local.ROWS)
     for row, args in zip(local.ROWS, found, strict=True):
-        assert (len(args.algorithms), args.seeds, args.optimiser) == (1, 1, "adamw")
+        optimiser = "muon" if row.startswith("MuLoCo") else "adamw"
+        assert (len(args.algorithms), args.seeds, args.optimiser) == (1, 1, optimiser)
         if args.algorithms != ["all-reduce"]:
             assert row == f"{example.ALGORITHMS[args.algorithms[0]][0]}, {args.local_steps}"
 
