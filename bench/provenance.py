@@ -38,6 +38,7 @@ SOURCES = {
     "table-long": _CIFAR10,
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,
+    "table-vgg": _CIFAR10,
     "wire": ("bench/wire.py",),
 }
 _NOTE = re.compile(r"^Measured on an earlier version of the sources \(.*\)\.\n\n")
