@@ -129,6 +129,7 @@ def rows() -> dict[str, Row]:
         "sketch 0.02": Row("sketch(density=0.02)", SGD, "--momentum 0"),
         "density 0.04": Row("variance(density=0.04, feedback=True)"),
         "variance 0.5": Row("variance(alpha=0.5)"),
+        "variance 0.1 to 2": Row(f"variance(alpha=(0.1, 2), capacity={UP_TO_HALF})"),
         "owners 1/4": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.25)"),
         "owners 1/8": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.125)"),
         "density 0.04, next step": variant("variance(density=0.04, feedback=True, overlap='next_step')"),

@@ -52,14 +52,16 @@ def parse_method(text: str) -> MethodChoice:
     return name, options
 
 
-def make_compressor(chosen: MethodChoice, axis_name: str | None) -> optax.GradientTransformationExtraArgs:
+def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> optax.GradientTransformationExtraArgs:
     """Make the transform of a method.
 
     Call it after the number of devices is set: a random key is put on a device.
 
     Args:
-      chosen: what `parse_method` returned. An option `key` is a seed; a method that needs one gets 0 by default.
+      chosen: what `parse_method` returned. An option `key` is a seed; a method that needs one gets 0 by default. An
+        option `alpha` of two numbers goes from the first to the second, by the same factor in every step.
       axis_name: mesh axis of the workers, None for a single worker.
+      steps: of the run.
 
     Raises:
       Problem: the method rejects its options.
@@ -71,10 +73,19 @@ def make_compressor(chosen: MethodChoice, axis_name: str | None) -> optax.Gradie
         options = {"key": 0, **options}
     if isinstance(options.get("key"), int):
         options = {**options, "key": jax.random.key(options["key"])}
+    if isinstance(alpha := options.get("alpha"), tuple):
+        options = {**options, "alpha": _geometric(name, alpha, steps)}
     try:
         return make(**options, axis_name=axis_name)
     except (TypeError, ValueError) as error:
         raise Problem(f"--method {name}: {error}") from None
+
+
+def _geometric(name: str, ends: tuple, steps: int) -> optax.Schedule:
+    if len(ends) != 2 or not all(isinstance(end, int | float) and 0 < end < math.inf for end in ends):
+        raise Problem(f"--method {name}: alpha must be a number above 0, or two to go from and to, got {ends}")
+    first, last = ends
+    return optax.exponential_decay(first, steps, last / first)
 
 
 def _factory(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
@@ -128,7 +139,8 @@ def add_training(
     """Add the options of all training examples, with these defaults."""
     count, real = above_zero(int), above_zero(float)
     text = (
-        "how gradients are exchanged, with options: 'variance(alpha=2)', 'qsgd(bits=2)', 'power_sgd(rank=4)', 'dense'"
+        "how gradients are exchanged, with options: 'variance(alpha=2)', 'qsgd(bits=2)', 'power_sgd(rank=4)', 'dense'; "
+        "with 'variance(alpha=(0.1, 2))' alpha grows during the run"
     )
     parser.add_argument("--method", type=parse_method, default="variance(alpha=0.5)", help=text)
     text = "of variance: squares of samples, of 4 parts of the batch, or of the whole batch's gradient"

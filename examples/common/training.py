@@ -160,7 +160,7 @@ def make_step(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> 
     total = args.epochs * task.steps
     rate = learning_rate(args.schedule, args.learning_rate, total, args.epochs, args.warmup_epochs)
     optimiser = make_optimiser(args.optimiser, rate, args.momentum, args.weight_decay)
-    tx = optax.chain(make_compressor(args.method, "data"), optimiser)
+    tx = optax.chain(make_compressor(args.method, "data", total), optimiser)
     # Optimising the code that draws each parameter would take a third of all compile time.
     init = jax.jit(task.init, compiler_options={"xla_backend_optimization_level": 0})
     params, model_state = init(jax.random.key(args.seed))

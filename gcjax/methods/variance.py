@@ -83,7 +83,7 @@ class _FeedbackReset:
 
 
 def variance_compress(
-    alpha: ArrayLike = 0.5,
+    alpha: ArrayLike | optax.Schedule = 0.5,
     *,
     decay: ArrayLike = 0.999,
     threshold: ArrayLike | None = None,
@@ -128,7 +128,8 @@ def variance_compress(
     Args:
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2, over long runs. The default trained
         closest to dense (bench/results). It sends a quarter of the entries, as many as the default capacities hold; a
-        lower alpha sends more only with a larger `capacity`. May be traced (`inject_hyperparams`).
+        lower alpha sends more only with a larger `capacity`. May be traced, or a function of the step (an optax
+        schedule) that stays above 0.
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
@@ -201,7 +202,8 @@ def variance_compress(
         squares = [g * g for g in gradient] if sum_grad_squared is None else sum_grad_squared
         r, v = state.take_in(accumulate, gradient, squares, all_finite=all_finite)
 
-        passed, sendable, scales = _encodable(passes(r, v, bucket), r, code, bucket)
+        criterion = alpha(state.step) if callable(alpha) else alpha
+        passed, sendable, scales = _encodable(passes(r, v, criterion, bucket), r, code, bucket)
         own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
         message = Message(r, sendable, code, bucket, capacities(bucket), scales, own_key, wire, owner_density)
         exchanged = exchange(message, state.transport, comm, all_finite)
@@ -217,10 +219,10 @@ def variance_compress(
         v = decay * v if hybrid else jnp.where(was_sent, v, decay * v)
         return r + gradient, jnp.minimum(v + squares, FLOAT_MAX)
 
-    def passes(r, v, bucket):
-        clear = r * r > jnp.minimum(alpha * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
+    def passes(r, v, criterion, bucket):
+        clear = r * r > jnp.minimum(criterion * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
         if density is not None:
-            return _most_certain(clear, r, v, alpha, count_for_density(density, bucket.entries))
+            return _most_certain(clear, r, v, criterion, count_for_density(density, bucket.entries))
         return clear & (jnp.abs(r) > tau) if hybrid else clear
 
     def capacities(bucket):
@@ -233,7 +235,7 @@ def variance_compress(
 
 
 def _check(
-    alpha: ArrayLike,
+    alpha: ArrayLike | optax.Schedule,
     decay: ArrayLike,
     threshold: ArrayLike | None,
     feedback: bool,
@@ -241,7 +243,11 @@ def _check(
     values: str,
     key: Array | None,
 ) -> None:
-    check_number("alpha", alpha, 0.0)
+    if callable(alpha):
+        with jax.ensure_compile_time_eval():
+            check_number("alpha(0)", alpha(0), 0.0)
+    else:
+        check_number("alpha", alpha, 0.0)
     check_number("decay", decay, 0.0, 1.0)
     check_flag("feedback", feedback)
     check_choice("underflow", underflow, ("keep", "drop"))

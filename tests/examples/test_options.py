@@ -23,7 +23,7 @@ def test_every_method_can_be_chosen_by_text():
             "density=0.1" if name in ("top_k", "random_k", "gaussian_k", "sidco", "dryden", "ef21", "sketch") else ""
         )
         chosen = options.parse_method(f"{name}({needs or density})")
-        tx = options.make_compressor(chosen, axis_name=None)
+        tx = options.make_compressor(chosen, axis_name=None, steps=1)
         params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
         updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params))
         assert updates == params, name
@@ -47,10 +47,23 @@ def test_a_bad_method_text_is_named(text, said):
         options.parse_method(text)
 
 
-@pytest.mark.parametrize("text", ["top_k(density=2)", "top_k", "qsgd(bits=2, key='x')"])
+@pytest.mark.parametrize(
+    "text", ["top_k(density=2)", "top_k", "qsgd(bits=2, key='x')", "variance(alpha=(1,))", "variance(alpha=(0, 2))"]
+)
 def test_options_out_of_range_are_named(text):
     with pytest.raises(Problem, match=f"--method {text.split('(')[0]}: "):
-        options.make_compressor(options.parse_method(text), axis_name=None)
+        options.make_compressor(options.parse_method(text), axis_name=None, steps=1)
+
+
+def test_alpha_of_two_numbers_grows_by_the_same_factor_in_every_step():
+    tx = options.make_compressor(options.parse_method("variance(alpha=(0.5, 8))"), axis_name=None, steps=4)
+    squares = jnp.array([3.0, 1.5, 0.75, 0.375, 0.1875, 0.09375])  # alpha 0.5 lets 5 of them pass, 1 lets 4 pass, ...
+    state, sent = tx.init(jnp.zeros((5, 6))), []
+    for i in range(5):  # each step has a row of its own
+        row = jnp.zeros((5, 1)).at[i].set(1)
+        updates, state = tx.update(row * jnp.ones(6), state, sum_grad_squared=row * squares)
+        sent.append(int(jnp.count_nonzero(updates)))
+    assert sent == [5, 4, 3, 2, 1]
 
 
 def test_parsing_a_method_touches_no_device():

@@ -20,6 +20,7 @@ G = {"w": jnp.ones(3), "b": jnp.ones(())}
         ({"alpha": -1}, ValueError, "alpha.*-1"),
         ({"alpha": float("nan")}, ValueError, "alpha.*nan"),
         ({"alpha": float("inf")}, ValueError, "alpha.*inf"),
+        ({"alpha": optax.linear_schedule(0.0, 2.0, 100)}, ValueError, r"alpha\(0\) must be in .*0"),
         ({"alpha": "big"}, TypeError, "alpha must be a number, got 'big'"),
         ({"decay": 0.0}, ValueError, r"decay must be in \(0, 1\], got 0.0"),
         ({"decay": 1.01}, ValueError, "decay.*1.01"),

@@ -263,8 +263,9 @@ def test_workers_draw_independent_levels():
     assert len(np.unique(np.round(mean[1:] * 14))) == 3
 
 
-def test_alpha_may_be_scheduled_with_inject_hyperparams():
-    tx = optax.inject_hyperparams(gcjax.variance_compress)(alpha=optax.linear_schedule(0.1, 10.0, 2))
+@pytest.mark.parametrize("method", [gcjax.variance_compress, optax.inject_hyperparams(gcjax.variance_compress)])
+def test_alpha_may_be_a_schedule(method):
+    tx = method(alpha=optax.linear_schedule(0.1, 10.0, 2))
     g, s = jnp.ones(4), jnp.full(4, 0.5)
     state = tx.init(g)
     step = jax.jit(tx.update)
