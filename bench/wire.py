@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import machine, provenance
 from gcjax._kernels.bits import BLOCK, count_bits, pack_mask, position_of
-from gcjax._sparse.exchange import default_capacities
+from gcjax._sparse.exchange import capacities_for
 from gcjax._sparse.value_codes import power_of_two_code
 from gcjax._sparse.wire import WIRES, Wire, entropy_bits
 
@@ -68,7 +68,7 @@ def length_row(size: int, one_in: int) -> dict:
 
 def wire_of(name: str, size: int) -> Wire:
     places = -(-size // BLOCK) * BLOCK
-    return Wire(name, 4, places, default_capacities(size))
+    return Wire(name, 4, places, capacities_for(0.25, size))
 
 
 def time_row(size: int, one_in: int, repeats: int) -> dict:

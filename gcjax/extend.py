@@ -33,7 +33,7 @@ from gcjax._kernels.bits import (
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._kernels.groups import Groups, block_groups, leaf_groups, whole_group
 from gcjax._kernels.hashing import hash_bits, step_key, uniform
-from gcjax._sparse.exchange import check_capacity, default_capacities, exchange
+from gcjax._sparse.exchange import capacities_for, check_capacity, exchange
 from gcjax._sparse.message import Exchanged, Message
 from gcjax._sparse.method import sparse_method
 from gcjax._sparse.selection import count_for_density, top_k_mask
@@ -47,7 +47,7 @@ from gcjax._sparse.value_codes import (
     power_of_two_code,
     sign_code,
 )
-from gcjax._sparse.wire import capacities_for, check_wire
+from gcjax._sparse.wire import check_wire
 from gcjax._validation import check_transport
 
 __all__ = [
@@ -80,7 +80,6 @@ __all__ = [
     "class_mean_code",
     "compress",
     "count_for_density",
-    "default_capacities",
     "dense_codec",
     "dense_report",
     "exchange",

@@ -4,18 +4,17 @@ from collections.abc import Callable
 
 from gcjax._core.compressor import Compressor
 from gcjax._kernels.buckets import Bucket
-from gcjax._sparse.exchange import exchange
+from gcjax._sparse.exchange import capacities_for, exchange
 from gcjax._sparse.message import Message
 from gcjax._sparse.state import SparseState, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import float_code
-from gcjax._sparse.wire import capacities_for
 from gcjax._types import Array
 from gcjax._validation import check_transport
 
 
 def sparse_method(
     select: Callable[[Array, Array, Bucket], Array],
-    capacity: Callable[[Bucket], int | tuple[int, ...]],
+    capacity: Callable[[Bucket], float | tuple[int, ...]],
     transport: str = "auto",
 ) -> Compressor:
     """A compressor that sends the entries which `select` chooses, as float32 values with their places in compact form.
@@ -25,7 +24,7 @@ def sparse_method(
     Args:
       select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
         shape, the gradient plus the residual.
-      capacity: capacity(bucket) -> slots of the payload, or a tuple of sizes of which the smallest that fits is used.
+      capacity: capacity(bucket) -> slots of the payload, as `capacities_for` takes them.
       transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
 
     Raises:
@@ -48,7 +47,9 @@ def sparse_method(
         del sum_grad_squared
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
-        message = Message(a, select(a, state.step, bucket), code, bucket, capacities_for(capacity(bucket)))
+        message = Message(
+            a, select(a, state.step, bucket), code, bucket, capacities_for(capacity(bucket), bucket.entries)
+        )
         exchanged = exchange(message, state.transport, comm, all_finite)
         return exchanged.mean, state.after(exchanged, (a,), all_finite), exchanged.report
 

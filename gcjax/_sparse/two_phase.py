@@ -42,7 +42,7 @@ from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choo
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState, owner_of, rounds_for, word_of
 from gcjax._sparse.value_codes import ValueCode, power_of_two_code
-from gcjax._sparse.wire import Wire, capacities_for, entropy_bits, ladder
+from gcjax._sparse.wire import Wire, entropy_bits, in_groups, ladder
 from gcjax._types import Array
 
 
@@ -73,12 +73,12 @@ class TwoPhase(NamedTuple):
     def create(cls, message: Message, workers: int) -> "TwoPhase":
         words, rounds = -(-message.bucket.words // workers), rounds_for(len(message.mask), workers)
         slots = tuple(_slots_per_owner(capacity, workers) for capacity in message.capacities)
-        to_owners = Wire(message.wire, message.code.bits, WORD * words, capacities_for(slots))
+        to_owners = Wire(message.wire, message.code.bits, WORD * words, in_groups(slots))
         code = message.code if message.code.bits >= 16 else power_of_two_code(has_zero=True)
         most, bounded = min(workers * to_owners.capacities[-1], WORD * words), message.owner_density is not None
         if message.owner_density is not None:
             most = max(min(most, math.ceil(message.owner_density * message.bucket.entries / workers)), WORD)
-        sizes = capacities_for(tuple(ladder(min(to_owners.capacities[0], most), most)))
+        sizes = in_groups(ladder(min(to_owners.capacities[0], most), most))
         if bounded and len(slots) == 1:  # both phases are of a fixed size
             sizes = sizes[-1:]
         shorter = [k for k in sizes if Wire("compact", code.bits, WORD * words, sizes).words(k) < code.bits * words]

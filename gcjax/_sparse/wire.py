@@ -17,7 +17,7 @@ has to know it when the program is compiled.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -261,16 +261,11 @@ class Wire(NamedTuple):
         return jnp.sum((planes[:, :, None] >> row & 1) << bit[..., None], axis=1, dtype=jnp.uint32).reshape(-1)
 
 
-def capacities_for(capacity: int | tuple[int, ...]) -> tuple[int, ...]:
+def in_groups(wanted: Sequence[int]) -> tuple[int, ...]:
     """The wanted numbers of slots, rounded up to whole groups of a message, without repetitions, ascending.
 
     Groups have as many lanes as possible, up to 128, so long as rounding up adds little.
-
-    >>> import gcjax.extend as gx
-    >>> gx.capacities_for((100, 20000))
-    (128, 20000)
     """
-    wanted = capacity if isinstance(capacity, tuple) else (capacity,)
     lanes = min(max(min(wanted) // 256, max(wanted) // 16384, 1), LANES)
     group = WORD << lanes.bit_length() - 1
     return tuple(sorted({-(-slots // group) * group for slots in wanted}))

@@ -69,7 +69,7 @@ def dgc_compress(
     clip_norm: ArrayLike | None = None,
     warmup_steps: int = 0,
     dense_below: int = 4096,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
@@ -166,7 +166,7 @@ def dgc_compress(
         entries = max(bucket.entries - dense, 1)
         slots = tuple(math.ceil(share * entries) for share in densities) if capacity is None else capacity
         mask = top_k_mask(v, k_at(state.step, entries), candidates=~small_words if dense else None)
-        message = Message(v, mask, code, bucket, capacities_for(slots))
+        message = Message(v, mask, code, bucket, capacities_for(slots, bucket.entries))
         exchanged = exchange(message, state.transport, comm, all_finite)
         mean, report = exchanged.mean, exchanged.report
         if dense:  # all of v of a small leaf is sent, so it holds just what this step has added

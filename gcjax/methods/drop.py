@@ -42,7 +42,7 @@ def drop_compress(
     density: float = 0.01,
     *,
     layer_wise: bool = False,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,

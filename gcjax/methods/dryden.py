@@ -53,7 +53,7 @@ def _reset(values: tuple[Array, ...], means: PyTree) -> tuple[ArrayLike, ...]:
 def dryden_compress(
     density: float = 0.01,
     *,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     wire: str = "compact",
     axis_name: AxisNames = None,
@@ -119,7 +119,9 @@ def dryden_compress(
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
         mask, means = _select(a, density, bucket, state.step)
-        message = Message(a, mask, code, bucket, capacities_for(capacities(bucket)), float_bits(means), wire=wire)
+        message = Message(
+            a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means), wire=wire
+        )
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report

@@ -129,7 +129,7 @@ def ef21_compress(
         bucket, known = state.bucket, state.known
         k = count_for_density(density, bucket.entries)
         change = bucket.join(gradient) - known
-        message = Message(change, top_k_mask(change, k), code, bucket, capacities_for(k))
+        message = Message(change, top_k_mask(change, k), code, bucket, capacities_for(k, bucket.entries))
         exchanged = exchange(message, TransportState.create(bucket), comm, all_finite)
         sent = unpack_mask(jnp.where(all_finite, exchanged.sent, 0))
         return exchanged.mean, ChangeState(jnp.where(sent, known + change, known), bucket), exchanged.report

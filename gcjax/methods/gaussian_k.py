@@ -38,7 +38,7 @@ CAPACITIES = (0.5, 4 / 3, 4.0)  # the default ones, relative to k; the rounds ai
 def gaussian_k_compress(
     density: float,
     *,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,

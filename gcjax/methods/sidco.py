@@ -39,7 +39,7 @@ def sidco_compress(
     density: float,
     *,
     stages: int = 3,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,

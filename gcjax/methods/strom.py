@@ -26,7 +26,6 @@ from gcjax.extend import (
     check_transport,
     check_wire,
     compress,
-    default_capacities,
     exchange,
     pack_mask,
     sign_code,
@@ -42,7 +41,7 @@ def _reset(values: tuple[Array, ...], tau: PyTree) -> tuple[ArrayLike, ...]:
 def strom_compress(
     threshold: ArrayLike,
     *,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     wire: str = "compact",
     axis_name: AxisNames = None,
@@ -95,7 +94,7 @@ def strom_compress(
         del sum_grad_squared
         bucket = state.bucket
         (r,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
-        slots = default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
+        slots = capacities_for(capacity, bucket.entries)
         message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots, wire=wire)
         exchanged = exchange(message, state.transport, comm, all_finite)
         new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))

@@ -38,7 +38,6 @@ from gcjax.extend import (
     check_wire,
     compress,
     count_for_density,
-    default_capacities,
     exchange,
     float_code,
     leaf_groups,
@@ -92,7 +91,7 @@ def variance_compress(
     underflow: str = "keep",
     values: str = "power_of_two",
     key: Array | None = None,
-    capacity: int | tuple[int, ...] | None = None,
+    capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     owner_density: float | None = None,
     wire: str = "compact",
@@ -138,10 +137,11 @@ def variance_compress(
       values: code of the sent values: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
         `key`), "float16" or "float32".
       key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
-      capacity: slots in a worker's message: an int (fixed size), a tuple of ints (the smallest that holds every
-        worker's entries is used), or None for 1/16384 to 1/4 of the parameters in factors of the square root of 2.
-        Rounded up a little; counted per bucket in a model above 2**28 parameters. On overflow the entries of largest
-        magnitude are sent and the others stay in the residual. All messages that arrive are held in memory.
+      capacity: slots in a worker's message: an int (fixed size); a tuple of ints (the smallest that holds every
+        worker's entries is used); a float in (0, 1], the largest as a share of the parameters, with smaller ones down
+        to 1/16384 in factors of the square root of 2; or None for 0.25. Rounded up a little; counted per bucket in a
+        model above 2**28 parameters. On overflow the entries of largest magnitude are sent and the others stay in the
+        residual. All messages that arrive are held in memory.
       transport: "all_gather" sends every worker's entries to every worker. "two_phase" sends them to owners, each of
         which adds up its part and sends the mean to all, so that the traffic does not grow with the workers. Owners
         round to 4 bits (not float16 and float32 values) and owe the rest, which joins the next mean: nothing is lost.
@@ -227,8 +227,8 @@ def variance_compress(
 
     def capacities(bucket):
         if density is not None:
-            return capacities_for(count_for_density(density, bucket.entries))
-        return default_capacities(bucket.entries) if capacity is None else capacities_for(capacity)
+            return capacities_for(count_for_density(density, bucket.entries), bucket.entries)
+        return capacities_for(capacity, bucket.entries)
 
     method = Compressor(init, update, uses_squares=True)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

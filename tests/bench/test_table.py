@@ -27,7 +27,8 @@ def record(row, seed, accuracy, **more):
     epoch = {"accuracy": accuracy, "wire_bytes": 2e6, "payload_bits": 3200.0, "sent": 100.0}
     epochs = [{"step": 5, "sent": 80.0}, epoch | {"step": 10}]
     figures = {"epochs": epochs, "compression_ratio": 10.0 * (seed + 1), "wire_ratio": 2.5, "cpu_seconds": 60.0}
-    return {"row": row, "optimiser": "adam", "seed": seed, "parameters": 200} | figures | more
+    command = table.command("small", row, "adam", seed) if row in table.rows() else f"--method {row}"
+    return {"row": row, "optimiser": "adam", "seed": seed, "command": command, "parameters": 200} | figures | more
 
 
 def test_ratio_at_the_end_is_that_of_the_last_tenth_of_the_epochs():
@@ -58,7 +59,7 @@ def test_only_missing_runs_are_run_and_saved_at_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(table, "run", run)
     args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
-    store = {"runs": [record("dense", 1, 0.5)]}
+    store = {"runs": [record("dense", 1, 0.5), record("dense", 2, 0.5, command="of another row")]}
     table.measure(args, store, path)
     assert [job for job, _ in ran] == [("dense", "adam", 0), ("dense", "adam", 2)]
     assert [record["seed"] for record in store["runs"]] == [1, 0, 2]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rows import rounded_up
 
 from gcjax._sparse import compaction
-from gcjax._sparse.wire import Wire, capacities_for, entropy_bits, ladder
+from gcjax._sparse.wire import Wire, entropy_bits, in_groups, ladder
 
 SEEDS = st.integers(0, 2**31)
 
@@ -73,13 +73,13 @@ def test_words_by_hand():
     assert [hex(word) for word in body[:3].tolist()] == ["0x90000005", "0x3000012b", "0x0"]
 
 
-LADDER = capacities_for((64, 320, 416, 864))
+LADDER = in_groups((64, 320, 416, 864))
 WIRES = [
     Wire("compact", 4, 1000, LADDER),
     Wire("compact", 1, 40, (64,)),
     Wire("compact", 16, 20_000, LADDER),
-    Wire("compact", 32, 20_000, capacities_for((4096, 9000))),  # several chunks
-    Wire("word", 4, 20_000, capacities_for((4096, 9000))),
+    Wire("compact", 32, 20_000, in_groups((4096, 9000))),  # several chunks
+    Wire("word", 4, 20_000, in_groups((4096, 9000))),
     Wire("word", 1, 1000, LADDER),
 ]
 

@@ -16,7 +16,7 @@ from oracle import quick_bits
 import gcjax
 from gcjax._comm.collectives import mesh_comm, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
-from gcjax._sparse.exchange import default_capacities
+from gcjax._sparse.exchange import capacities_for
 from gcjax._sparse.transport import owner_of, word_of
 
 N = 1 << 14
@@ -214,12 +214,13 @@ def test_an_unknown_transport_is_named():
             make(0.5, transport="x")
 
 
-def test_default_capacities():
-    sizes = np.array(default_capacities(1 << 20))
-    assert (sizes[0], sizes[-1]) == (512, 1 << 18)  # in whole groups of 16 lanes
+@pytest.mark.parametrize(("capacity", "ends"), [(None, (512, 1 << 18)), (0.25, (512, 1 << 18)), (0.5, (1024, 1 << 19))])
+def test_capacities_up_to_a_share(capacity, ends):
+    sizes = np.array(capacities_for(capacity, 1 << 20))
+    assert (sizes[0], sizes[-1]) == ends  # in whole groups of 16 or 32 lanes
     assert (sizes[1:] <= 2 * sizes[:-1]).all()
     assert (sizes[-10:] <= 1.5 * sizes[-11:-1]).all()
-    assert default_capacities(100) == (32,)
+    assert capacities_for(capacity, 100) == ((32, 64) if capacity == 0.5 else (32,))
 
 
 @pytest.mark.parametrize("count", [32, 33, 2**32 - 1])
