@@ -206,12 +206,11 @@ def measure(args: argparse.Namespace, store: dict, path: Path) -> None:
 
 
 def recorded_methods(recorded: Iterable[dict]) -> dict[str, str]:
-    """Row -> its method: of `rows()`, then of recorded rows that are no longer among them, which keep their figures."""
+    """Row -> the method it ran: of `rows()`, then of recorded rows that are no longer among them."""
     methods = {name: row.method for name, row in rows().items()}
     for record in recorded:
-        if record["row"] not in methods:
-            words = shlex.split(record["command"])
-            methods[record["row"]] = words[words.index("--method") + 1]
+        words = shlex.split(record["command"])
+        methods[record["row"]] = words[words.index("--method") + 1]
     return methods
 
 
