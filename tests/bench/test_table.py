@@ -84,8 +84,11 @@ def test_no_run_begins_after_one_has_failed(monkeypatch, tmp_path):
 
 
 def test_table_has_medians_ranges_and_diverged_runs():
-    lost = {"row": "variance 1", "optimiser": "adam", "seed": 1, "diverged": "the loss is nan"}
-    alone = {"row": "strom 0.1", "optimiser": "adam", "seed": 0, "diverged": "the loss is nan"}
+    kept = ("row", "optimiser", "seed", "command")
+    lost, alone = (
+        {name: record(row, seed, 0.5)[name] for name in kept} | {"diverged": "the loss is nan"}
+        for row, seed in (("variance 1", 1), ("strom 0.1", 0))
+    )
     runs = [record("dense", s, a) for s, a in ((0, 0.6), (1, 0.64), (2, 0.61))] + [
         record("variance 1", 0, 0.5, cpu_seconds=None),
         lost,
