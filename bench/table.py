@@ -129,6 +129,7 @@ def rows() -> dict[str, Row]:
         "density 0.04": Row("variance(density=0.04, feedback=True)"),
         "variance 0.5": Row("variance(alpha=0.5)"),
         "variance 0.1 to 2": Row("variance(alpha=(0.1, 2), capacity=0.5)"),
+        "variance 0.5 to 8": Row("variance(alpha=(0.5, 8))"),
         "owners 1/4": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.25)"),
         "owners 1/8": Row("variance(alpha=0.5, transport='two_phase', owner_density=0.125)"),
         "density 0.04, next step": variant("variance(density=0.04, feedback=True, overlap='next_step')"),
