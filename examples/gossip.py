@@ -81,7 +81,7 @@ ALGORITHMS = {
     "local-variance": (
         "local SGD, variance",
         lambda args, key: local_sgd(
-            args, compressor=gcjax.variance_compress(density=1 / 64, feedback=True, axis_name="data")
+            args, compressor=gcjax.variance_compress(density=0.04, feedback=True, axis_name="data")
         ),
     ),
     "muloco": (  # with --optimiser muon
