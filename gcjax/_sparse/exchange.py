@@ -94,7 +94,8 @@ def exchange(message: Message, transport: TransportState, comm: Comm, all_finite
     >>> def update(gradient, sum_grad_squared, state, comm, all_finite):
     ...     values = state.take_in(gx.add_gradient, gradient, all_finite=all_finite)
     ...     mask = gx.pack_mask(values[0] > 0)
-    ...     message = gx.Message(values[0], mask, gx.float_code(32), state.bucket, gx.capacities_for(32))
+    ...     slots = gx.capacities_for(32, state.bucket.entries)
+    ...     message = gx.Message(values[0], mask, gx.float_code(32), state.bucket, slots)
     ...     sent = gx.exchange(message, state.transport, comm, all_finite)
     ...     return sent.mean, state.after(sent, values, all_finite), sent.report
     >>> tx = gx.compress(gx.Compressor(init, update))

@@ -95,6 +95,7 @@ def test_reported_table_of_old_runs_says_so(tmp_path, monkeypatch):
     epoch = {"accuracy": 0.5, "wire_bytes": 2e6, "payload_bits": 3200.0, "sent": 100.0, "step": 1}
     run = {"row": "dense", "optimiser": "adam", "seed": 0, "epochs": [epoch], "cpu_seconds": 60.0, "parameters": 100}
     run |= {"compression_ratio": 1.0, "wire_ratio": 1.0, "commit": "0123456789abcdef", "source": "0"}
+    run["command"] = "--method dense"
     (tmp_path / "table-small.json").write_text(json.dumps({"runs": [run]}))
     monkeypatch.setattr(sys, "argv", ["table.py", "--report", "--out", str(tmp_path)])
     table.main()
