@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gcjax._comm.collectives import dense_mean
+from gcjax._comm.collectives import axis_tuple, dense_mean
+from gcjax._core.compressor import EmptyState
+from gcjax._core.error_feedback import CodecState
 from gcjax._core.state import compress_states
 from gcjax._kernels.layout import flatten, layout_of, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
@@ -35,8 +38,8 @@ class OuterState(NamedTuple):
     """State of the outer step of one fragment. What is not needed is ().
 
     Attributes:
-      anchor: the parameters after the last exchange, the same on all workers, with `optax.MaskedNode()` in place of
-        the leaves of other fragments.
+      anchor: the parameters after the last exchange, the same on all workers, at least float32, with
+        `optax.MaskedNode()` in place of the leaves of other fragments.
       outer: state of the outer optimiser.
       compressor: state of the compressor.
       arrived: with a delay, what waits to be mixed in, the same on all workers: the leaves of each bucket, float32, of
@@ -56,7 +59,7 @@ def local_sgd(
     compressor: optax.GradientTransformation | None = None,
     fragments: PyTree = 1,
     delay: int = 0,
-    mixing: ArrayLike = 1.0,
+    mixing: ArrayLike | None = None,
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces all models by their mean, or applies an outer optimiser, in every `local_steps`-th update.
@@ -68,6 +71,8 @@ def local_sgd(
     with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of
     DiLoCo is `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models are
     mixed with their mean. With `mixing=1` they are equal after an exchange, up to the rounding of this last update.
+    Keep the parameters in float32: a bfloat16 model that is only averaged loses changes below half a unit in the last
+    place. With an outer optimiser or a compressor the anchor is float32, whatever the parameters are, and they add up.
 
     It ends a chain: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(100, outer=optax.sgd(0.7, momentum=0.9,
     nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Between exchanges nothing is sent.
@@ -79,7 +84,7 @@ def local_sgd(
     - MuLoCo: `optax.contrib.muon(0.02)` as inner optimiser, and `local_sgd(30, outer=optax.sgd(0.7, momentum=0.6,
       nesterov=True), compressor=gcjax.sparse_loco_compress(4096, bits=4, axis_name="data"), axis_name="data")`, which
       sends every entry in 4 bits.
-    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, mixing=0.5, axis_name="data")`. With
+    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, axis_name="data")`. With
       `compressor=gcjax.qsgd_compress(4, key=key, transport="two_phase", axis_name="data")` it sends 4 bits an entry.
 
     Args:
@@ -94,7 +99,9 @@ def local_sgd(
       delay: updates between the one that sends and the one that takes the outer step and mixes, below `local_steps`.
         Until then the state holds a float32 more per parameter. What waits when training ends is not applied.
       mixing: in (0, 1], how much of the anchor replaces a worker's own parameters. 1 - mixing is alpha in the paper on
-        Streaming DiLoCo.
+        Streaming DiLoCo. None is 1 without a delay, and 0.5 with one: 1 would discard what a worker has learnt since
+        it sent. Below 1 the compressor must keep no residual: of what it keeps, a worker's own parameters keep a part
+        too, which would be sent twice.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:
@@ -102,8 +109,9 @@ def local_sgd(
       the parameters that `init` was given.
 
     Raises:
-      TypeError, ValueError: an argument out of range; (from `init`) a compressor that is not one of gcjax, more
-        fragments than leaves, `fragments` that do not fit the parameters.
+      TypeError, ValueError: an argument out of range; (from `init`) a compressor that is not one of gcjax, is over
+        other axes or, with `mixing` below 1, keeps a residual; more fragments than leaves, `fragments` that do not fit
+        the parameters.
 
     **Randomness**: the compressor's. **Bias**: the compressor's. **Non-finite input** reaches all workers in an
     exchange, and the anchor: put `optax.apply_if_finite` around the optimiser before this transform.
@@ -117,6 +125,7 @@ def local_sgd(
     """
     check_integer("local_steps", local_steps, 1)
     check_integer("delay", delay, 0, local_steps - 1)
+    mixing = (0.5 if delay else 1.0) if mixing is None else mixing
     check_number("mixing", mixing, 0.0, 1.0)
     count = _count_fragments(fragments, local_steps)
     anchored = outer is not None or compressor is not None
@@ -128,26 +137,30 @@ def local_sgd(
         arrived = zeros if delay else ()
         if not anchored:
             return OuterState((), (), (), arrived)
-        compress_state = () if compressor is None else compressor.init(params)
-        if compressor is not None and not compress_states(compress_state):
-            raise TypeError(f"compressor must be a transform of gcjax such as gcjax.top_k_compress, got {compressor!r}")
-        return OuterState(jax.tree.map(jnp.copy, params), outer_step.init(params), compress_state, arrived)
+        anchor = jax.tree.map(_at_least_float32, params)
+        compress_state = () if compressor is None else compressor.init(anchor)
+        if compressor is not None:
+            _check_compressor(compressor, compress_state, axis_tuple(axis_name), mixing)
+        return OuterState(anchor, outer_step.init(anchor), compress_state, arrived)
 
     def init_method(params: PyTree) -> tuple[OuterState, ...]:
         return tuple(init_fragment(part(params)) for part in parts)
 
     def send(inputs: ExchangeInput, state: OuterState) -> tuple[list[tuple[Array, ...]], OuterState, ArrayLike]:
         """What arrives from all workers, the state, and the words that this worker sends."""
-        layout, models, workers = inputs.layout, inputs.models(), inputs.workers
+        models, workers = inputs.models(), inputs.workers
 
         def mean(buckets):
-            vectors = [dense_mean(x, inputs.axes) if workers > 1 else x for x in vectors_of(buckets)]
-            return leaves_of(layout, vectors)
+            vectors = [dense_mean(x, inputs.axes) if inputs.axes else x for x in vectors_of(buckets)]
+            return leaves_of(inputs.layout, vectors)
 
-        words: ArrayLike = -(-2 * (workers - 1) * layout.entries // workers)  # of a ring all-reduce
+        words: ArrayLike = -(-2 * (workers - 1) * inputs.layout.entries // workers)  # of a ring all-reduce
         if not anchored:
             return mean(models), state, words
-        outer_grad = jax.tree.map(jnp.subtract, flatten(layout, state.anchor), models)
+        layout = layout_of(state.anchor)
+        # From the anchor as the model can hold it: what only the anchor holds must not count as learnt.
+        begin = unflatten(inputs.params_layout, flatten(layout, state.anchor))
+        outer_grad = jax.tree.map(jnp.subtract, flatten(inputs.params_layout, begin), models)
         if compressor is None:
             return mean(outer_grad), state, words
         compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
@@ -159,8 +172,9 @@ def local_sgd(
         inputs: ExchangeInput, state: OuterState, arrived: list[tuple[Array, ...]]
     ) -> tuple[list[tuple[Array, ...]], OuterState]:
         """The changes of this worker's parameters, and the state."""
-        layout, aim = inputs.layout, arrived
+        aim = arrived
         if anchored:
+            layout = layout_of(state.anchor)
             outer_updates, outer_state = outer_step.update(unflatten(layout, arrived), state.outer, state.anchor)
             anchor = optax.apply_updates(state.anchor, outer_updates)
             state, aim = state._replace(anchor=anchor, outer=outer_state), flatten(layout, anchor)
@@ -187,6 +201,35 @@ def local_sgd(
         for run, when in ((only_send, at), (only_mix, at + delay)) if delay else ((at_once, at),):
             exchanges.append(Exchange(_of_fragment(run, number), when, part))
     return periodic_exchange(init_method, exchanges, local_steps, axis_name)
+
+
+def _at_least_float32(x: Array) -> Array:
+    """A copy."""
+    return jnp.array(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
+def _check_compressor(
+    compressor: optax.GradientTransformation, state: PyTree, axes: tuple[str, ...], mixing: ArrayLike
+) -> None:
+    """Raise if a compressor is not one of gcjax, is over other axes, or cannot be used with this mixing."""
+    states = compress_states(state)
+    if not states:
+        raise TypeError(f"compressor must be a transform of gcjax such as gcjax.top_k_compress, got {compressor!r}")
+    for one in states:
+        if not set(axes) & set(one.report.axes) and (axes or one.report.axes):
+            raise ValueError(
+                f"local_sgd has axis_name={axes or None}, the compressor {one.report.axes or None}; give both the same"
+            )
+        sends_all = all(
+            isinstance(part, EmptyState) or (isinstance(part, CodecState) and not part.has_feedback)
+            for part in one.buckets.unpack()
+        )
+        if not sends_all and (isinstance(mixing, jax.Array) or np.less(mixing, 1)):
+            raise ValueError(
+                f"mixing={mixing!r} leaves each worker a part of its own way, of which the compressor's residual would "
+                "send a part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual "
+                "such as gcjax.qsgd_compress"
+            )
 
 
 def _of_fragment(run: Callable[[ExchangeInput, OuterState], ExchangeResult], number: int) -> Callable:
@@ -218,21 +261,24 @@ def _part(fragments: PyTree, count: int, number: int) -> Callable[[PyTree], PyTr
     """tree -> the tree with `optax.MaskedNode()` in place of the leaves of other fragments."""
 
     def part(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, own: x if own == number else optax.MaskedNode(), tree, labels(tree))
+        numbers = _fragment_of_leaves(fragments, count, tree)
+        return jax.tree.map(lambda x, own: x if own == number else optax.MaskedNode(), tree, numbers)
 
-    def labels(tree: PyTree) -> PyTree:
-        if not isinstance(fragments, int):
-            try:
-                return jax.tree.broadcast(fragments, tree)
-            except ValueError as error:
-                raise ValueError(f"fragments must be a prefix of the tree of parameters: {error}") from error
-        leaves, treedef = jax.tree.flatten(tree)
-        if len(leaves) < count:
-            raise ValueError(f"fragments must be at most the number of leaves, which is {len(leaves)}, got {count}")
-        sizes, owners = [0] * count, [0] * len(leaves)
-        for leaf in sorted(range(len(leaves)), key=lambda i: -jnp.size(leaves[i])):
-            owners[leaf] = sizes.index(min(sizes))
-            sizes[owners[leaf]] += jnp.size(leaves[leaf])
-        return jax.tree.unflatten(treedef, owners)
+    return part
 
-    return part if count > 1 else lambda tree: tree
+
+def _fragment_of_leaves(fragments: PyTree, count: int, tree: PyTree) -> PyTree:
+    """The number of the fragment of each leaf of a tree."""
+    if not isinstance(fragments, int):
+        try:
+            return jax.tree.broadcast(fragments, tree)
+        except ValueError as error:
+            raise ValueError(f"fragments must be a prefix of the tree of parameters: {error}") from error
+    leaves, treedef = jax.tree.flatten(tree)
+    if count > 1 and len(leaves) < count:
+        raise ValueError(f"fragments must be at most the number of leaves, which is {len(leaves)}, got {count}")
+    sizes, owners = [0] * count, [0] * len(leaves)
+    for leaf in sorted(range(len(leaves)), key=lambda i: -jnp.size(leaves[i])):
+        owners[leaf] = sizes.index(min(sizes))
+        sizes[owners[leaf]] += jnp.size(leaves[leaf])
+    return jax.tree.unflatten(treedef, owners)

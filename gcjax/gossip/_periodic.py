@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
+from gcjax._core.checks import check_countable
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, vary, vary_like, varying_axes
 from gcjax._kernels.buckets import split_vector
@@ -26,6 +27,7 @@ class ExchangeInput(NamedTuple):
 
     Attributes:
       layout: of the updates, or of the part of them that the exchange is about.
+      params_layout: of the parameters, which may have another dtype.
       params: this worker's parameters before the update: the leaves of each bucket, float32.
       updates: this worker's local update, likewise.
       number: int32, exchanges before this one.
@@ -35,6 +37,7 @@ class ExchangeInput(NamedTuple):
     """
 
     layout: Layout
+    params_layout: Layout
     params: list[tuple[Array, ...]]
     updates: list[tuple[Array, ...]]
     number: Array
@@ -132,6 +135,7 @@ def periodic_exchange(
         _check_params(layout, params, axes)
         if not layout.buckets:
             return updates, state._replace(step=state.step + 1)
+        check_countable(layout.entries)
         rank = worker_index(axes) if axes else jnp.int32(0)
 
         def exchange_now(now, updates, traffic, method):
@@ -142,8 +146,10 @@ def periodic_exchange(
                 whole, part = updates, exchange.part or (lambda tree: tree)
                 layout = layout_of(part(whole))
                 local, number = flatten(layout, part(whole)), state.step // local_steps
-                own = flatten(layout, part(params))
-                result = exchange.run(ExchangeInput(layout, own, local, number, axes, workers, rank), method)
+                params_layout = layout_of(part(params))
+                own = flatten(params_layout, part(params))
+                inputs = ExchangeInput(layout, params_layout, own, local, number, axes, workers, rank)
+                result = exchange.run(inputs, method)
                 total, method = unflatten(layout, jax.tree.map(jnp.add, local, result.changes)), result.method
                 updates = merge_params(total, whole)
                 words = words + jnp.asarray(result.words, jnp.uint32)

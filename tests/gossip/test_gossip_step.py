@@ -1,5 +1,6 @@
 """`gossip.make_train_step` and the functions for parameters that differ between workers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -57,3 +58,19 @@ def test_worker_params_are_one_copy_per_worker():
     assert params["s"].shape == (4,)
     assert params["w"].sharding.spec == P("data")
     assert gossip.consensus_distance(params) == (0.0, 0.0)
+
+
+def test_an_empty_leaf_on_an_explicit_mesh_has_a_mean():
+    mesh = jax.make_mesh((2,), ("data",))
+    tx = optax.chain(optax.sgd(0.1), gossip.local_sgd(1, axis_name="data"))
+    step = gossip.make_train_step(lambda params, x: jnp.mean(x) * params["a"].sum(), tx, mesh)
+    state, _ = step(step.init({"a": jnp.ones(3), "empty": jnp.zeros((0, 4))}), jnp.ones(2))
+    assert gossip.mean_params(state.params)["empty"].shape == (0, 4)
+    assert gossip.consensus_distance(state.params) == (0.0, 0.0)
+
+
+def test_a_device_that_holds_more_than_int32_counts_is_named():
+    tx = gossip.local_sgd(1)
+    model = [jax.ShapeDtypeStruct((1 << 28,), jnp.float32)] * 8
+    with pytest.raises(ValueError, match="holds 2,147,483,648 parameters, and gcjax counts to 2,147,483,647; shard"):
+        jax.eval_shape(tx.update, model, jax.eval_shape(tx.init, model), model)

@@ -73,6 +73,50 @@ def test_leaves_keep_their_dtypes():
     assert (got["h"].dtype, got["f"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.parametrize("options", [{"outer": DILOCO}, {"compressor": gcjax.sparse_loco_compress(axis_name="data")}])
+def test_a_bfloat16_model_takes_steps_that_only_add_up(options):
+    """One worker of four moves, each time by less than its share of a unit in the last place of the mean."""
+    tx = optax.chain(optax.sgd(2.0**-7), gossip.local_sgd(1, **options, axis_name="data"))
+    step = gossip.make_train_step(lambda params, x: -jnp.mean(x) * params["a"].sum(), tx, mesh_of(4))
+    state = step.init({"a": jnp.ones(8, jnp.bfloat16)})
+    for _ in range(24):
+        state, _ = step(state, jnp.array([1.0, 0.0, 0.0, 0.0]))
+    assert gossip.mean_params(state.params)["a"].astype(np.float32).min() > 1.02
+
+
+def test_updates_may_have_another_dtype_than_the_parameters():
+    tx = optax.chain(optax.sgd(0.1), gossip.local_sgd(1, outer=DILOCO))
+    params, gradient = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.ones(4)}
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(gradient, state, params)
+    assert updates["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}])
+def test_a_mesh_of_one_worker_takes_the_outer_step(options):
+    tx = optax.chain(optax.sgd(1.0), gossip.local_sgd(2, outer=optax.sgd(0.5), axis_name="data", mixing=1.0, **options))
+    step = gossip.make_train_step(lambda params, x: jnp.mean(x * (params["a"] + params["b"])), tx, mesh_of(1))
+    state = step.init({"a": jnp.zeros(()), "b": jnp.zeros(())})
+    for _ in range(4):
+        state, _ = step(state, jnp.ones(2))
+    got = gossip.mean_params(state.params)
+    if not options:
+        assert got == {"a": -2.0, "b": -2.0}  # twice half of the way
+    assert all(jnp.isfinite(x) for x in got.values())
+
+
+def test_with_a_delay_half_of_a_workers_own_way_is_kept():
+    def end(**options):
+        run, params = Workers(gossip.local_sgd(4, delay=2, **options, axis_name="data"), 4), stacks(4, np.zeros)
+        for number in range(7):
+            params = run.step(params, dyadic(4, number))
+        return params
+
+    assert_same(end(), end(mixing=0.5))
+    assert all(np.abs(end()[k] - end(mixing=1.0)[k]).max() > 0.1 for k in SHAPES)
+
+
 OWN_PARTS = {"a": 0, "b": 1}
 SIZE_OF = {k: math.prod(shape) for k, shape in SHAPES.items()}
 
@@ -131,7 +175,7 @@ def test_mixing_keeps_the_sum_of_all_models():
 def streaming():
     """Fragments, a delay and a compressor: the step and what 14 updates leave after each."""
     compressor = gcjax.sparse_loco_compress(5, chunk=4, decay=1.0, bits=None, average="workers", axis_name="data")
-    tx = gossip.local_sgd(4, compressor=compressor, fragments=2, delay=3, axis_name="data")
+    tx = gossip.local_sgd(4, compressor=compressor, fragments=2, delay=3, mixing=1.0, axis_name="data")
     run, params, steps = Workers(tx, 4), stacks(4, np.zeros), []
     for number in range(14):
         params = run.step(params, dyadic(4, number))
@@ -253,6 +297,20 @@ def test_recipes_train_and_workers_end_together(recipe):
         ({"delay": 3}, ValueError, "delay must be from 0 to 2, got 3"),
         ({"delay": 1.0}, TypeError, "delay must be an int, got 1.0"),
         ({"mixing": 0.0}, ValueError, r"mixing must be in \(0, 1\], got 0.0"),
+        ({"fragments": {"c": 0}}, ValueError, "fragments must be a prefix of the tree of parameters"),
+        ({"compressor": optax.sgd(1.0)}, TypeError, "compressor must be a transform of gcjax"),
+        ({"compressor": gcjax.top_k_compress(0.1), "mixing": 0.5}, ValueError, "mixing=0.5 leaves .* Give mixing=1"),
+        ({"compressor": gcjax.ef_sign_compress(), "delay": 1}, ValueError, "mixing=0.5 leaves .* Give mixing=1"),
+        (
+            {"compressor": gcjax.top_k_compress(0.1), "axis_name": "data"},
+            ValueError,
+            r"axis_name=\('data',\), the compressor None; give both the same",
+        ),
+        (
+            {"compressor": gcjax.top_k_compress(0.1, axis_name="model"), "axis_name": "data"},
+            ValueError,
+            r"axis_name=\('data',\), the compressor \('model',\); give both the same",
+        ),
     ],
 )
 def test_bad_options_raise(options, error, message):
