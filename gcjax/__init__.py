@@ -1,8 +1,9 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
 from gcjax import extend, gossip, methods
+from gcjax._core.check_training import check_training
 from gcjax._core.delay import DelayState, delay
-from gcjax._core.info import Info, check_training, info
+from gcjax._core.info import Info, info
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.state import CompressState

@@ -16,9 +16,6 @@ from gcjax._core.state import CompressState, UpdateReport, compress_states, fres
 from gcjax._kernels.bits import TINY
 from gcjax._types import Array, PyTree
 
-CERTAIN = 3  # so many equal gradients are no accident
-SCALED = 0.05  # a ratio of the gradient to its squares that noise and small gradients do not reach
-
 
 class Info(NamedTuple):
     """What the last update sent. Arrays have one entry per worker whose state was given. Printed, it is a summary.
@@ -123,18 +120,19 @@ def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
     waiting  residual norm 1.12 to 1.12
     skipped  0 updates so far, 0 entries saturated in the last one
     """
-    states = _readable_states((opt_state, gradient))
-    reports = [_report(s) for s in states]
+    states = readable_states((opt_state, gradient))
+    reports = [report_of(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
     parameters = sum(float(r.parameters[0]) for r in reports)
-    workers = int(reports[0].workers[0])
+    widest = max(reports, key=lambda report: report.workers[0])  # that of a compressor without leaves has one worker
+    workers = int(widest.workers[0])
     wire_bytes = float(sent.wire_bytes[0])
     mean_sent = float(np.mean(sent.sent))
     residual_norm = np.linalg.norm([_residual_norms(s) for s in states], axis=0)
     gradient_norm = np.linalg.norm([float(_norm(leaf)) for leaf in jax.tree.leaves(gradient)])
     with np.errstate(divide="ignore", invalid="ignore"):
         residual_ratio = residual_norm / (np.nan if gradient is None else gradient_norm)
-    dense_bytes = 2 * (workers - 1) / workers * 4 * parameters / int(reports[0].inner_workers[0])
+    dense_bytes = 2 * (workers - 1) / workers * 4 * parameters / int(widest.inner_workers[0])
     return Info(
         selected=sent.selected.astype(np.int64),
         sent=sent.sent.astype(np.int64),
@@ -156,47 +154,6 @@ def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
     )
 
 
-def check_training(opt_state: PyTree) -> None:
-    """Raise if the updates so far show a mistake that runs, and trains worse or saves nothing.
-
-    Call it after some dozens of steps, and again when something is changed; `gcjax.make_train_step` does. It fetches a
-    few numbers, as `gcjax.info` does.
-
-    Args:
-      opt_state: as for `gcjax.info`.
-
-    Raises:
-      ValueError: the workers' gradients are equal, so they were reduced before the compressor or all workers have the
-        same batch; some worker had the state of another; the gradient was scaled without its squares; or as
-        `gcjax.info`. The message names the cure.
-
-    >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.top_k_compress(0.5)
-    >>> gcjax.check_training(tx.update(jnp.ones(4), tx.init(jnp.ones(4)))[1])
-    """
-    seen = [_report(state).symptoms for state in _readable_states(opt_state)]
-    misplaced, identical = (max(int(getattr(s, name)[0]) for s in seen) for name in ("misplaced", "identical"))
-    ratio = min(float(s.squares_ratio[0]) for s in seen)
-    if misplaced:
-        raise ValueError(
-            f"in {misplaced} updates some worker had the state of another, so residuals were lost or taken "
-            "twice. State is per worker: return it from jax.shard_map with out_specs=gcjax.state_specs(state), from "
-            "jax.pmap with out_axes=0, and save and restore all of it"
-        )
-    if identical >= CERTAIN:
-        raise ValueError(
-            f"in {identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
-            "was averaged before the compressor (leave out lax.pmean and lax.psum of gradients, also of the loss), or "
-            "all workers have the same batch and random keys"
-        )
-    if ratio < SCALED:
-        raise ValueError(
-            f"the squares of the gradients are {1 / ratio:,.0f} times too large: something "
-            "before the compressor has scaled or clipped the gradient, but not sum_grad_squared, so that next to "
-            "nothing is sent. Use gcjax.scale_first(scaling, compressor), or put the scaling after the compressor"
-        )
-
-
 def _reject_replicated(node: PerWorker) -> None:
     """Raise for state per worker on several devices whose sharding says that it is equal on all of them."""
     shardings = [x.sharding for x in jax.tree.leaves(node) if isinstance(x, jax.Array)]
@@ -208,7 +165,7 @@ def _reject_replicated(node: PerWorker) -> None:
         )
 
 
-def _readable_states(opt_state: PyTree) -> list[CompressState]:
+def readable_states(opt_state: PyTree) -> list[CompressState]:
     """The states of all compressors; raises where their values cannot be read, or are not what they claim."""
     states = compress_states(opt_state)
     if not states:
@@ -237,7 +194,7 @@ def _local_nodes(node: PerWorker) -> list[PerWorker]:
     return [dataclasses.replace(node, value=part) for part in parts] or [node]
 
 
-def _report(state: CompressState) -> UpdateReport:
+def report_of(state: CompressState) -> UpdateReport:
     """The report with numpy leaves of shape (workers,)."""
     parts = [jax.tree.leaves(jax.tree.map(np.asarray, node).stacked()) for node in _local_nodes(state.report)]
     leaves: list[Any] = [np.concatenate(workers) for workers in zip(*parts, strict=True)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._core.mixing import Mixing, mix
-from gcjax._types import PyTree
+from gcjax._types import Array, PyTree
 
 _placeholder: list[type] = []
 # optax calls `init` with an object that stands for the parameters, to find their copies in a state.
@@ -78,7 +78,7 @@ class PerWorker:
         leaves, treedef = jax.tree.flatten(self.value)
         workers = self.workers
         return jax.tree.unflatten(
-            treedef, [x.reshape(workers, *shape) for x, shape in zip(leaves, self.shapes, strict=True)]
+            treedef, [_stacked(x, (workers, *shape)) for x, shape in zip(leaves, self.shapes, strict=True)]
         )
 
     def mixed(self, mixing: Mixing) -> "PerWorker":
@@ -93,6 +93,11 @@ class PerWorker:
         """Number of workers whose state the node holds; 1 where no leaf has an entry."""
         sizes = zip(jax.tree.leaves(self.value), self.shapes, strict=True)
         return max((math.prod(x.shape) // math.prod(shape) for x, shape in sizes if math.prod(shape)), default=1)
+
+
+def _stacked(x: Array, shape: tuple[int, ...]) -> Array:
+    # JAX does not reshape an empty array whose axis 0 is sharded explicitly.
+    return x.reshape(shape) if math.prod(shape) else jnp.zeros(shape, x.dtype)
 
 
 def is_per_worker(node: object) -> bool:

@@ -43,10 +43,11 @@ def value_and_moments(
         grad             = sum_z grad f_z / |B|
         sum_grad_squared = sum_z (grad f_z / |B|)^2      elementwise
 
-    exactly, at 1.0 to 1.5 times the cost of the gradient alone. Dense, convolution and embedding weights need no array
-    of batch x parameters, even if they are tied, scanned, recurrent or checkpointed. Other parameters may cost more
-    time and memory; `explain_moments` shows which. Both results are local to the worker: inside `shard_map` nothing is
-    summed over the mesh. Call the result under `jax.jit`; otherwise every call traces it again.
+    exactly, in 0.6 to 1.5 times the time of the gradient alone where it was measured (bench/results). Dense,
+    convolution and embedding weights need no array of batch x parameters, even if they are tied, scanned, recurrent or
+    checkpointed. Other parameters may cost more time and memory; `explain_moments` shows which. Both results are local
+    to the worker: inside `shard_map` nothing is summed over the mesh. Call the result under `jax.jit`; otherwise every
+    call traces it again.
 
     Source: Tsuzuku, Imachi, Akiba, "Variance-based gradient compression for efficient distributed deep learning", 2018
     (arXiv 1802.06058), for the quantity; Dangel, Kunstner, Hennig, "BackPACK: packing more into backprop", 2020 (arXiv
@@ -120,11 +121,21 @@ def value_and_moments(
     return moments
 
 
+def check_samples_lead(of_part: tuple[int, ...], of_batch: tuple[int, ...]) -> None:
+    """Raise ValueError if the shapes of a leaf of aux for a part of a batch and for all of it differ behind axis 0."""
+    if of_part[1:] != of_batch[1:]:
+        raise ValueError(
+            f"loss_fn returns aux of shape {of_part} for a part of the batch, and {of_batch} for all of it; only the "
+            "leading axis may be that of the samples: transpose it in loss_fn"
+        )
+
+
 def whole_batch_aux(stacked: PyTree, aux_like: PyTree) -> PyTree:
     """Bring aux of all groups, `[groups, ...]`, to the shapes `aux_like` that loss_fn returns for the whole batch."""
 
     def merge(a, like):
         if a.shape[1:] != like.shape:
+            check_samples_lead(a.shape[1:], like.shape)
             return a.reshape(like.shape)
         if not jnp.issubdtype(a.dtype, jnp.floating):
             return a[0]

@@ -133,13 +133,20 @@ class SkipLimit:
             skipped.copy_to_host_async()
             self._results.append(skipped)
 
-    def check(self, step: Array, skipped: Array) -> None:
+    def check(self, step: Array, skipped: Array, params: PyTree) -> None:
         """Raise FloatingPointError if the earlier result and the state, of which these are fields, show too many."""
         if len(self._results) < STEPS_AHEAD or int(self._results.popleft()) < self._limit:
             return
         if isinstance(skipped, jax.core.Tracer) or int(skipped) < self._limit:
             return  # of another training, or it has recovered
         self._results.clear()
+        if bool(_any_not_finite([x for x in jax.tree.leaves(params) if _is_inexact(x)])):
+            raise FloatingPointError(
+                f"the parameters are not finite (nan or inf), so the last {skipped} steps, all since step "
+                f"{int(step) - int(skipped)}, were skipped. Either they were not finite from the start, or the "
+                "optimiser has made a non-finite update of a finite gradient. In float16 Adam's eps of 1e-8 is zero: "
+                "give optax.adam a larger eps, or keep the parameters in float32. Go back to a checkpoint"
+            )
         raise FloatingPointError(
             f"the last {skipped} steps, all since step {int(step) - int(skipped)}, were skipped, because the gradient "
             "of some worker was not finite (nan or inf). Parameters and optimiser are still as that step left them; "

@@ -34,9 +34,12 @@ def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
 
     Raises:
       TypeError: a leaf is no array.
-      ValueError: a leaf is a scalar, empty, or its leading axis is no multiple of the number of parts.
+      ValueError: there is no leaf, or one is a scalar, empty, or its leading axis is no multiple of the number of
+        parts.
     """
     parts = workers * accumulate
+    if not jax.tree.leaves(batch):
+        raise ValueError(f"the batch has no array, got {batch!r}; its arrays have one entry per sample")
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not hasattr(leaf, "shape"):
             raise TypeError(f"batch leaf {path_name(path)} is {leaf!r}, but must be an array. {_SHARED}")
@@ -110,6 +113,16 @@ def check_params(params: PyTree, trained: PyTree) -> None:
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which cannot be trained; make "
                 "it part of the model_state, or freeze it with make_train_step(trainable=...)"
+            )
+
+
+def check_model_state(model_state: PyTree) -> None:
+    """Raise TypeError for a random key in the model state: all workers and samples would draw the same from it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            raise TypeError(
+                f"model_state{jax.tree_util.keystr(path)} is a random key, which would be the same for all workers and "
+                "samples; keep it out of the model state, and give step.init(key=...) for a key for each"
             )
 
 

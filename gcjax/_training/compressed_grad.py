@@ -13,6 +13,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
+from gcjax._moments.api import check_samples_lead
 from gcjax._training.checks import check_batch, checked_axes
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
@@ -219,7 +220,11 @@ class CompressedGrad:
         def longer(params, batch, key):
             return self._gradient(params, Inputs(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), key)).aux
 
-        return jax.tree.map(lambda x, y: x.shape != y.shape, aux, jax.eval_shape(longer, params, batch, key))
+        def grows(x, y):
+            check_samples_lead(x.shape, y.shape)
+            return x.shape != y.shape
+
+        return jax.tree.map(grows, aux, jax.eval_shape(longer, params, batch, key))
 
     def _mean_over_workers(self, path: tuple, x: Array) -> Array:
         if not varying_axes(x) & set(self._axes):

@@ -88,11 +88,9 @@ def _check_loss_value(value: Any) -> None:
 
 
 def _check_model_state(old: PyTree, new: PyTree) -> None:
-    got, returned = (jax.tree.map(jnp.shape, tree) for tree in (old, new))
+    got, returned = (jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", t) for t in (old, new))
     if jax.tree.flatten(got) != jax.tree.flatten(returned):
-        raise ValueError(
-            f"loss_fn got a model_state with the shapes {got} and returned one with {returned}; they must agree"
-        )
+        raise ValueError(f"loss_fn got a model_state of {got} and returned one of {returned}; they must agree")
 
 
 def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool, axes: tuple[str, ...]) -> GradientFn:

@@ -26,6 +26,7 @@ from gcjax._training.call_checks import CallChecks
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
+    check_model_state,
     check_params,
     check_state,
 )
@@ -111,6 +112,7 @@ class TrainStep:
         if key is not None:
             check_random_key("key", key)
         check_params(params, self._split(params)[0])
+        check_model_state(model_state)
         own_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
         if not self._sharding:
             state = TrainState(jnp.int32(0), params, self._tx.init(params), own_state, key)
@@ -128,7 +130,7 @@ class TrainStep:
         self._check_arguments(state, batch)
         self._checks.before(state, batch)
         state, metrics = self._jitted(state, batch)
-        self._checks.after(metrics.skipped)
+        self._checks.after(batch, metrics.skipped, metrics.loss)
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:

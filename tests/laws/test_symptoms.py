@@ -231,3 +231,62 @@ def test_the_ratio_takes_a_gradient_or_its_norm_and_is_printed():
     assert np.isinf(gcjax.info(state, jnp.zeros(4)).residual_ratio).all()
     with pytest.raises(TypeError, match=r"cannot run inside jax\.jit"):
         jax.jit(lambda g: gcjax.info(state, g).sent)(gradient)
+
+
+@pytest.mark.parametrize("method", ["top_k", "variance"])
+def test_entries_that_only_follow_a_penalty_stop_no_training(method):
+    def loss_fn(table, batch):
+        return jnp.mean((table[batch["row"]].sum(1) - batch["y"]) ** 2) + 1e-3 * jnp.sum(table**2)
+
+    step = gcjax.make_train_step(
+        loss_fn, optax.chain(METHODS[method]("data"), optax.sgd(0.1)), mesh_of(2), moments=None
+    )
+    state, rng = step.init(jnp.ones((40, 4))), np.random.default_rng(0)
+    for _ in range(102):
+        state, _ = step(state, {"row": rng.integers(10, size=8), "y": rng.normal(size=8).astype(np.float32)})
+    assert gcjax.info(state.opt_state).identical > 3
+
+
+def test_a_batch_that_is_always_the_same_may_converge():
+    x = jax.random.normal(jax.random.key(0), (64, 4))
+    y = x @ jnp.arange(4.0) + jax.random.normal(jax.random.key(1), (64,))
+    tx = optax.chain(gcjax.variance_compress(1e-3, values="float32", capacity=1.0, axis_name="data"), optax.sgd(0.4))
+    step = gcjax.make_train_step(lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2), tx, mesh_of(1))
+    state = step.init(jnp.zeros(4))
+    for _ in range(102):
+        state, _ = step(state, (x, y))
+    assert gcjax.info(state.opt_state).squares_ratio < 0.05
+
+
+def test_a_training_step_finds_clipping_before_the_compressor():
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), METHODS["variance"]("data"), optax.sgd(0.1))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), tx, mesh_of(2))
+    state, batch = step.init(jnp.zeros(4)), jax.random.normal(jax.random.key(0), (16, 4))
+    for _ in range(100):
+        state, _ = step(state, batch)
+    with pytest.raises(ValueError, match=r"squares of the gradients are .* times too large.*scale_first"):
+        step(state, batch)
+
+
+def test_squares_too_large_for_a_batch_that_is_not_the_same_raise():
+    x = jax.random.normal(jax.random.key(0), (64, 4))
+    y = x @ jnp.arange(4.0) + jax.random.normal(jax.random.key(1), (64,))
+    tx = optax.chain(gcjax.variance_compress(1e-3, values="float32", capacity=1.0, axis_name="data"), optax.sgd(0.4))
+    step = gcjax.make_train_step(lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2), tx, mesh_of(1))
+    state = step.init(jnp.zeros(4))
+    for _ in range(99):
+        state, _ = step(state, (x, y))
+    deleted = jnp.copy(x)
+    state, _ = step(state, (deleted, y))
+    deleted.delete()  # as a program that it was donated to does
+    with pytest.raises(ValueError, match=r"squares of the gradients are .* times too large"):
+        step(state, (x, y + 1e-6))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ratios_count_the_workers_of_a_compressor_with_leaves(first):
+    dense = {"all": gcjax.dense_compress(axis_name="data"), "none": gcjax.top_k_compress(0.1, axis_name="data")}
+    tx = optax.partition(dict(sorted(dense.items(), reverse=first)), {"a": "all", "b": "all", "c": "all"})
+    runner = Runner(tx, PARAMS, WORKERS)
+    runner.step(gradients())
+    assert gcjax.info(runner.state).wire_ratio == pytest.approx(1, rel=0.02)

@@ -224,3 +224,11 @@ def test_losses_may_close_over_arrays_and_take_tree_batches():
         _, moments = outer(params, 1.0)
         _, expected = jax.jit(value_and_moments(net))({**params, "b": params["b"] + offset}, batch)
         assert_close(moments, expected)
+
+
+def test_aux_whose_samples_are_not_in_front_raises():
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), x.T
+
+    with pytest.raises(ValueError, match=r"aux of shape \(3, 1\) for a part of the batch, and \(3, 4\).*transpose"):
+        value_and_moments(loss, has_aux=True)(jnp.ones(3), jnp.arange(12.0).reshape(4, 3))

@@ -271,6 +271,16 @@ def test_too_many_bad_steps_in_a_row_raise_before_the_state_is_donated():
     assert all_finite(state)
 
 
+def test_parameters_that_are_not_finite_are_named():
+    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=1)
+    state, _ = step(step.init(PARAMS), batch_of(0))
+    state = state._replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+    for _ in range(STEPS_AHEAD):
+        state, _ = step(state, batch_of(0))
+    with pytest.raises(FloatingPointError, match=r"the parameters are not finite .*Go back to a checkpoint"):
+        step(state, batch_of(0))
+
+
 @pytest.mark.full
 def test_bad_steps_that_are_not_in_a_row_do_not_raise():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)

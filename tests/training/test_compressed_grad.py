@@ -249,3 +249,15 @@ def test_shards_that_param_specs_does_not_say_raise(kind):
     other = jax.make_mesh((8, 1), ("data", "model"), (AUTO, kind))  # an axis of one device shards nothing
     fn = gcjax.compressed_value_and_grad(loss_fn, gcjax.dense_compress(axis_name="data"), other)
     fn.init(on(other, params_of(), SPECS))
+
+
+def test_aux_whose_samples_are_not_in_front_raises():
+    mesh = mesh_of(2)
+    tx = gcjax.dense_compress(axis_name="data")
+
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), x.T
+
+    fn = gcjax.compressed_value_and_grad(loss, tx, mesh, has_aux=True, moments=None)
+    with pytest.raises(ValueError, match=r"aux of shape \(3, 2\) for a part of the batch, and \(3, 4\).*transpose"):
+        jax.jit(fn)(jnp.ones(3), fn.init(jnp.ones(3)), jnp.ones((4, 3)))

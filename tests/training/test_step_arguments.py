@@ -91,10 +91,23 @@ def test_a_loss_that_returns_something_else_raises(moments):
 
 def test_model_state_must_keep_its_shapes():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), {"n": jnp.zeros(2)}))
-    with pytest.raises(
-        ValueError, match=r"model_state with the shapes {'n': \(\)} and returned one with {'n': \(2,\)}"
-    ):
+    says = r"model_state of {'n': '%s'} and returned one of {'n': 'float32\[2\]'}"
+    with pytest.raises(ValueError, match=says % r"float32\[\]"):
         step(step.init(PARAMS, model_state={"n": jnp.float32(0)}), BATCH)
+    with pytest.raises(ValueError, match=says % r"bfloat16\[2\]"):
+        step(step.init(PARAMS, model_state={"n": jnp.zeros(2, jnp.bfloat16)}), BATCH)
+
+
+def test_a_random_key_is_no_model_state():
+    step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
+    with pytest.raises(TypeError, match=r"model_state\['rng'\] is a random key.*give step.init\(key=...\)"):
+        step.init(PARAMS, model_state={"rng": jax.random.key(0)})
+
+
+def test_a_batch_without_arrays_is_named():
+    step = make_step(loss_fn)
+    with pytest.raises(ValueError, match=r"the batch has no array, got \{\}"):
+        step(step.init(PARAMS), {})
 
 
 @pytest.mark.parametrize(
