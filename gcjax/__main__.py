@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--measure", action="store_true", help="measure the methods on this device again")
     add.add_argument("--plot", metavar="FILE", help="draw the step's time against the speed of the link")
-    add = commands.add_parser("selfcheck", help="check that the laws hold on the devices at hand, in about a minute")
+    add = commands.add_parser("selfcheck", help="check the methods on the devices at hand, in about a minute")
     add.description = (
         "Runs some methods on all devices: are the updates bit-equal on all workers, is nothing lost, does the "
         "compiled program move the bytes that gcjax.info reports, and is nothing of the gradient's size all-reduced?"
@@ -129,7 +129,7 @@ def _pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('--plot needs matplotlib: pip install "gcjax[examples]"') from error
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

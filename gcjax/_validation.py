@@ -82,3 +82,23 @@ def check_random_key(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a typed JAX random key."""
     if not isinstance(value, jax.Array) or not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} must be a key made by jax.random.key(seed), got {value!r}")
+
+
+def static_share(name: str, value: Any) -> float:
+    """A share in (0, 1] that fixes the size of a payload, as a float.
+
+    Args:
+      name: of the argument, for the message.
+      value: what the caller passed.
+
+    Raises:
+      TypeError: `value` is no number, or is traced.
+      ValueError: it lies outside the interval.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} fixes the size of the payload and cannot be traced; give a Python float, to "
+            f"optax.inject_hyperparams with static_args={name!r}"
+        )
+    check_number(name, value, 0.0, 1.0)
+    return float(value)

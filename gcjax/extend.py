@@ -33,7 +33,8 @@ from gcjax._kernels.bits import (
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._kernels.groups import Groups, block_groups, leaf_groups, whole_group
 from gcjax._kernels.hashing import hash_bits, step_key, uniform
-from gcjax._sparse.exchange import capacities_for, check_capacity, exchange
+from gcjax._sparse.capacities import capacities_for, check_capacity
+from gcjax._sparse.exchange import exchange
 from gcjax._sparse.message import Exchanged, Message
 from gcjax._sparse.method import sparse_method
 from gcjax._sparse.selection import count_for_density, top_k_mask

@@ -165,7 +165,7 @@ def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...]
         gather=gather,
         all_to_all=all_to_all,
         bytes_moved=lambda: moved[0],
-        metered=lambda: _on_axes(axis_names, size, inner_axes, inner_workers),
+        metered=lambda: lambda: _on_axes(axis_names, size, inner_axes, inner_workers),
         inner_workers=inner_workers,
     )
 
@@ -202,7 +202,7 @@ def _single_worker() -> Comm:
         gather=lambda x: x[None],
         all_to_all=lambda x: x,
         bytes_moved=lambda: 0.0,
-        metered=_single_worker,
+        metered=lambda: _single_worker,
     )
 
 

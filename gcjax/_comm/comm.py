@@ -25,7 +25,8 @@ class Comm:
       gather: gather(x) -> (p, *x.shape), row w from worker w, equal on all workers.
       all_to_all: all_to_all(x) with x of shape (p, ...): sends row w to worker w; returns row w from worker w.
       bytes_moved: bytes_moved() -> float, what the calls so far make one worker send.
-      metered: metered() -> the same collectives with the count at zero, for code that runs on some steps only.
+      metered: metered() -> branch, and branch() -> the same collectives with the count at zero. For code that runs on
+        some steps only: one metered() for a conditional, one branch() in each of its branches.
       inner_workers: number of inner workers that share the work of one worker here. All collectives but the maximum
         are cut into as many parts. Static.
       fixed_length: whether a message must have one length, whatever the data. Static.
@@ -39,6 +40,6 @@ class Comm:
     gather: Callable[[Array], Array]
     all_to_all: Callable[[Array], Array]
     bytes_moved: Callable[[], float]
-    metered: Callable[[], "Comm"]
+    metered: Callable[[], Callable[[], "Comm"]]
     inner_workers: int = 1
     fixed_length: bool = False

@@ -32,7 +32,17 @@ class Transfer(NamedTuple):
     bytes: int
 
 
-Record = list["Transfer | Record"]  # a nested list stands for code that runs on some steps only
+class Choice(NamedTuple):
+    """What one of several branches transfers.
+
+    Attributes:
+      branches: a record for each.
+    """
+
+    branches: "list[Record]"
+
+
+Record = list[Transfer | Choice]
 
 
 def ring_bytes(transfer: Transfer, workers: int) -> float:
@@ -81,18 +91,13 @@ def transfers_of(
 
 
 def _with_largest_branches(record: Record, workers: int) -> tuple[Transfer, ...]:
-    # A collective stands between two choices, so adjacent branches always belong to one choice.
     transfers: list[Transfer] = []
-    branches: list[tuple[Transfer, ...]] = []
-    for entry in [*record, None]:
-        if isinstance(entry, list):
-            branches.append(_with_largest_branches(entry, workers))
-            continue
-        if branches:
-            transfers += max(branches, key=lambda branch: sum(ring_bytes(m, workers) for m in branch))
-            branches = []
-        if entry is not None:
+    for entry in record:
+        if isinstance(entry, Transfer):
             transfers.append(entry)
+            continue
+        branches = [_with_largest_branches(branch, workers) for branch in entry.branches]
+        transfers += max(branches, key=lambda branch: sum(ring_bytes(t, workers) for t in branch), default=())
     return tuple(transfers)
 
 
@@ -113,7 +118,7 @@ def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
     Args:
       workers: how many.
       zeros: int32[workers], opaque zeros: otherwise XLA decodes one payload and reuses it for all workers.
-      record: list to append to. Code that runs on some steps only gets a list of its own within.
+      record: list to append to.
     """
 
     def note(kind, x):
@@ -144,9 +149,14 @@ def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
         return rows(x[0])  # what the others send to worker 0 is what it sends to itself
 
     def metered():
-        branch: Record = []
-        record.append(branch)
-        return simulated_comm(workers, zeros, branch)
+        choice = Choice([])
+        record.append(choice)
+
+        def branch():
+            choice.branches.append([])
+            return simulated_comm(workers, zeros, choice.branches[-1])
+
+        return branch
 
     return Comm(
         size=workers,

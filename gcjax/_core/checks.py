@@ -33,6 +33,15 @@ def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
         return tree
 
 
+def check_countable(entries: int) -> None:
+    """Raise ValueError if counts of a device's entries would not fit into int32."""
+    if entries >= 2**31:
+        raise ValueError(
+            f"this device holds {entries:,} parameters, and gcjax counts to {2**31 - 1:,}; shard the parameters over a "
+            "further mesh axis (gcjax.init_sharded)"
+        )
+
+
 def check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_squared: PyTree) -> None:
     if tuple(s.bucket for s in state.buckets.value) != layout.buckets:
         raise ValueError(

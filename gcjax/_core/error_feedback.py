@@ -57,6 +57,10 @@ class CodecState:
         own = jnp.broadcast_to(self.error, self.bucket.shape)
         return own if self.owner is None else own + self.owner.residual()
 
+    @property
+    def has_feedback(self) -> bool:
+        return self.error.shape == self.bucket.shape
+
     def mixed(self, mixing: Mixing) -> "CodecState":
         """See `gcjax._core.mixing`. Where the method has no feedback, what no owner holds any more is lost."""
         error, owner = mixing.means(self.error), self.owner

@@ -8,6 +8,7 @@ import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._core.checks import (
+    check_countable,
     check_inputs,
     check_options,
     check_waiting,
@@ -23,8 +24,9 @@ from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
+from gcjax._kernels.bits import FLOAT_MAX
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
-from gcjax._types import AxisNames, PyTree
+from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import OVERLAPS, check_choice
 
 NOTHING_WAITS = 2  # said instead of 0 or 1, whether a gradient is bad, in the first step
@@ -53,8 +55,9 @@ def compress(
         backward pass and XLA can run both at once. The first update is then zero, all others come one step late, which
         may need a lower learning rate, and the last gradient is never applied. The state also holds the gradient, and
         its squares for a method that uses them: a float32 per parameter each. XLA moves no collective out of a
-        conditional, so messages must have a fixed length: sparse methods need `density`, or an int as `capacity`; in
-        two phases also an `owner_density`, without which `transport="auto"` gathers. None exchanges at once.
+        conditional, so messages must have a fixed length: methods whose number of entries follows the data need an
+        int as `capacity`, `variance_compress` that or a `density`; in two phases also an `owner_density`, without which
+        `transport="auto"` gathers. None exchanges at once.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
@@ -109,6 +112,8 @@ def compress(
         is_single = not worker_axes and not inner_axes
         if is_single:
             reject_several_devices(updates)
+        else:
+            check_countable(layout.entries)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
@@ -128,7 +133,7 @@ def compress(
         bad = bad_leaves(*taken)
         # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
         # flags of all leaves again in every kernel that uses the result.
-        any_bad = (bad % (old_report.skipped + layout.entries + 1) > 0).astype(jnp.int32)
+        any_bad = (bad % (old_report.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
         if is_single:
@@ -174,7 +179,12 @@ def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
     if not uses_squares:
         return taken
     pairs = zip(*taken, strict=True)
-    return taken._replace(squares=tuple(tuple(g * g for g in gs) if s is None else s for gs, s in pairs))
+    return taken._replace(squares=tuple(_squares(gs) if s is None else s for gs, s in pairs))
+
+
+def _squares(gradient: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Of a finite gradient below 2**80 finite, too."""
+    return tuple(jnp.minimum(g * g, FLOAT_MAX) for g in gradient)
 
 
 def _zero_input(layout: Layout, uses_squares: bool) -> GradientInput:

@@ -82,5 +82,7 @@ def scatter_positions(size: int, count: int, step: ArrayLike) -> Array:
         return jnp.minimum(jnp.arange(count, dtype=jnp.int32), max(size - 1, 0))
     slot = jnp.arange(count, dtype=jnp.uint32)
     stretch, rest = divmod(size, count)
-    begin = slot * stretch + slot * rest // count  # slot * rest is below 2**32 for up to 2**16 stretches
-    return (begin + _mix(slot ^ _mix(jnp.uint32(step) + 1)) % stretch).astype(jnp.int32)
+    # slot * rest is at most 2**32 - 2**16 for up to 2**16 stretches; some stretches are one longer.
+    begin, end = (number * stretch + number * rest // count for number in (slot, slot + 1))
+    length = end - begin if rest else stretch
+    return (begin + _mix(slot ^ _mix(jnp.uint32(step) + 1)) % length).astype(jnp.int32)

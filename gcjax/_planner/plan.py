@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from gcjax._comm.simulated import model_of, transfers_of
 from gcjax._planner.costs import CostStore, Progress
@@ -126,6 +127,8 @@ def _as_setting(
 
 
 def _as_params(params_or_size: PyTree | str | float) -> PyTree:
+    if isinstance(params_or_size, (np.ndarray, np.generic, jax.Array)) and params_or_size.ndim == 0:
+        params_or_size = params_or_size.item()
     if isinstance(params_or_size, (str, int, float)):
         return model_of(as_count("params", params_or_size))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params_or_size)

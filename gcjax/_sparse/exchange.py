@@ -5,80 +5,17 @@ XLA has no gather of varying size. So the largest number of entries on any worke
 selected than the largest capacity holds, the largest entries are sent and the others stay with the caller.
 """
 
-import math
-from collections.abc import Callable, Sequence
-
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import SendReport
 from gcjax._kernels.bits import WORD, count_bits, position_of
-from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.message import Exchanged, Message, add_messages, choose_capacity, move, start_of_mean
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState
 from gcjax._sparse.two_phase import TwoPhase, two_phase_exchange
-from gcjax._sparse.wire import Wire, entropy_bits, in_groups, ladder
+from gcjax._sparse.wire import Wire, entropy_bits
 from gcjax._types import Array
-
-SMALLEST = 1 << 14  # the entries divided by it are the smallest capacity where only the largest is given
-
-
-def check_capacity(capacity: float | tuple[int, ...] | None) -> None:
-    """Raise unless `capacity` is None, a float in (0, 1], a positive int, or a tuple of them.
-
-    >>> import gcjax.extend as gx
-    >>> gx.check_capacity((64, 0))
-    Traceback (most recent call last):
-    ValueError: capacity must be at least 1 slot, got (64, 0)
-    """
-    if isinstance(capacity, float):
-        if not 0 < capacity <= 1:
-            raise ValueError(f"capacity must be in (0, 1] as a share of the parameters, or an int, got {capacity!r}")
-        return
-    slots = capacity if isinstance(capacity, tuple) else () if capacity is None else (capacity,)
-    for value in slots:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"capacity must be an int, a float, a tuple of ints or None, got {capacity!r}")
-        if value < 1:
-            raise ValueError(f"capacity must be at least 1 slot, got {capacity!r}")
-    if capacity == ():
-        raise ValueError("capacity must name at least one size, got ()")
-
-
-def capacities_for(capacity: float | tuple[int, ...] | None, entries: int) -> tuple[int, ...]:
-    """The numbers of slots of a method's messages, ascending, rounded up to whole groups.
-
-    Args:
-      capacity: an int, a tuple of ints, or a float: a share of the entries, which is the largest capacity. The others
-        are smaller by factors of the square root of two, down to 1/16384 of the entries. None for 0.25.
-      entries: of the bucket.
-
-    >>> import gcjax.extend as gx
-    >>> gx.capacities_for((100, 20_000), 1_000_000)
-    (128, 20000)
-    >>> capacities = gx.capacities_for(0.25, 1_000_000)
-    >>> capacities[0], capacities[-1]
-    (256, 250112)
-    """
-    if capacity is None:
-        capacity = 0.25
-    if isinstance(capacity, float):
-        return in_groups(ladder(-(-entries // SMALLEST), math.ceil(capacity * entries)))
-    return in_groups(capacity if isinstance(capacity, tuple) else (capacity,))
-
-
-def capacities_around(
-    count: Callable[[Bucket], int], shares: Sequence[float], capacity: float | tuple[int, ...] | None
-) -> Callable[[Bucket], float | tuple[int, ...]]:
-    """From a bucket to `capacity`, or if that is None to these shares of the wanted count, at most all entries."""
-
-    def capacities(bucket):
-        if capacity is not None:
-            return capacity
-        return tuple(min(math.ceil(share * count(bucket)), bucket.entries) for share in shares)
-
-    return capacities
 
 
 def exchange(message: Message, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:

@@ -145,9 +145,11 @@ def move(
             "owner_density besides, of 1/8 for example; other methods need transport='all_gather'"
         )
 
+    branch = comm.metered()
+
     def at_length(length):
         def run(messages):
-            metered = comm.metered()
+            metered = branch()
             arrived = collective(metered, messages[..., :length])
             padding = [(0, 0)] * (arrived.ndim - 1) + [(0, messages.shape[-1] - length)]
             return jnp.pad(arrived, padding), jnp.float32(metered.bytes_moved())

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from gcjax._core.compressor import Compressor
 from gcjax._kernels.buckets import Bucket
-from gcjax._sparse.exchange import capacities_for, exchange
+from gcjax._sparse.capacities import capacities_for
+from gcjax._sparse.exchange import exchange
 from gcjax._sparse.message import Message
 from gcjax._sparse.state import SparseState, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import float_code

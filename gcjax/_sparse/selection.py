@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -47,8 +48,8 @@ def count_for_density(density: float | Array, size: int) -> int | Array:
     >>> count_for_density(0.01, 1050)
     10
     """
-    if isinstance(density, (int, float)):
-        return min(max(1, math.floor(density * size)), size)
+    if not isinstance(density, jax.Array):
+        return min(max(1, math.floor(float(density) * size)), size)
     return jnp.clip(jnp.floor(density * size), 1, size).astype(jnp.int32)
 
 

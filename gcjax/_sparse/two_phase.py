@@ -37,12 +37,13 @@ from gcjax._kernels.bits import (
     unpack_mask,
     unpack_planes,
 )
+from gcjax._sparse.capacities import in_groups, ladder
 from gcjax._sparse.compaction import truncate
 from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, move, start_of_mean
 from gcjax._sparse.selection import keep_largest
 from gcjax._sparse.transport import TransportState, owner_of, rounds_for, word_of
 from gcjax._sparse.value_codes import ValueCode, power_of_two_code
-from gcjax._sparse.wire import Wire, entropy_bits, in_groups, ladder
+from gcjax._sparse.wire import Wire, entropy_bits
 from gcjax._types import Array
 
 

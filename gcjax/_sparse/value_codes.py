@@ -145,7 +145,7 @@ def float_code(bits: int) -> ValueCode:
         )
 
     def unit(scale):  # at most 2**126: XLA multiplies by the inverse, and flushes that of 2**127 to zero
-        return power_of_two(jnp.minimum(scale.astype(jnp.int32), 253))
+        return power_of_two(jnp.clip(scale.astype(jnp.int32), 1, 253))  # and not zero where a leaf is zero
 
     def smallest(scale):  # 2**-14 is the smallest normal float16
         return jnp.maximum(power_of_two(jnp.maximum(scale.astype(jnp.int32) - 14, 0)), TINY)

@@ -17,7 +17,7 @@ has to know it when the program is compiled.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -259,25 +259,6 @@ class Wire(NamedTuple):
         """The inverse of `_planes`."""
         bit, row = (jnp.arange(n, dtype=jnp.uint32)[:, None] for n in (planes.shape[1], WORD))
         return jnp.sum((planes[:, :, None] >> row & 1) << bit[..., None], axis=1, dtype=jnp.uint32).reshape(-1)
-
-
-def in_groups(wanted: Sequence[int]) -> tuple[int, ...]:
-    """The wanted numbers of slots, rounded up to whole groups of a message, without repetitions, ascending.
-
-    Groups have as many lanes as possible, up to 128, so long as rounding up adds little.
-    """
-    lanes = min(max(min(wanted) // 256, max(wanted) // 16384, 1), LANES)
-    group = WORD << lanes.bit_length() - 1
-    return tuple(sorted({-(-slots // group) * group for slots in wanted}))
-
-
-def ladder(smallest: int, largest: int) -> list[int]:
-    """Numbers from `smallest` to `largest`, in factors of the square root of two."""
-    sizes, size = [], float(smallest)
-    while size < largest:
-        sizes.append(round(size))
-        size *= 2**0.5
-    return [*sizes, largest]
 
 
 def _of_length(words: Array, length: int) -> Array:

@@ -83,7 +83,8 @@ def drive_compress(
 
     State: none; with `feedback` a float32 per parameter. In two phases with p workers a float32 for each p-th more, so
     the state is initialised where the number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter
-    and 32 per block, to every other worker ("all_gather") or twice in all ("two_phase"). Leaves and pieces of fewer
+    and 32 per block, to every other worker ("all_gather") or twice in all ("two_phase"), each leaf rounded up to whole
+    blocks. Leaves and pieces of fewer
     than 256 entries take 32 bits per entry. Every worker rotates once, and rotates back once per worker (in two phases
     twice in all), with 2 sqrt(block) multiplications per entry; on a CPU each rotation takes as long as about 5
     additions of two vectors of gradient length. Learning rate, weight decay and momentum come after it:

@@ -20,10 +20,10 @@ import numpy as np
 import optax
 
 from gcjax._kernels.hashing import scatter_positions
-from gcjax._sparse.exchange import capacities_around
+from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, AxisNames
-from gcjax._validation import check_flag, check_number
+from gcjax._validation import check_flag, static_share
 from gcjax.extend import (
     Bucket,
     check_capacity,
@@ -88,7 +88,7 @@ def drop_compress(
     >>> print(first, second)
     [3. 0. 0. 0.] [0. 0. 4. 0.]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
     check_flag("layer_wise", layer_wise)
     check_capacity(capacity)
 

@@ -13,14 +13,15 @@ each hop; here every worker gets every message as it is, or owners quantise thei
 entries are sent and the others stay in the residual; the means are still those of all selected entries.
 """
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import pack_two, to_unit
-from gcjax._sparse.exchange import capacities_around
+from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_number
+from gcjax._validation import static_share
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -99,7 +100,8 @@ def dryden_compress(
     >>> print(first, second)
     [ 0.  4.  4.  0. -6.] [ 1.3333334  1.3333334 -1.         1.3333334  0.       ]
     """
-    check_number("density", density, 0.0, 1.0)
+    if capacity is None or not isinstance(density, jax.core.Tracer):
+        density = static_share("density", density)
     check_capacity(capacity)
     check_transport(transport)
     check_wire(wire, 1)

@@ -24,7 +24,7 @@ import optax
 
 from gcjax._jax_compat import varying_axes
 from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import check_number
+from gcjax._validation import static_share
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -118,7 +118,7 @@ def ef21_compress(
     >>> print(first, second, third)
     [3. 0. 2. 0.] [ 3.  -1.   2.   0.5] [ 0.  -1.   0.   0.5]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
     code = float_code(32)
 
     def init(bucket: Bucket) -> ChangeState:

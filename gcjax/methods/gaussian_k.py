@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import TINY, count_bits, to_unit
-from gcjax._sparse.exchange import capacities_around
+from gcjax._sparse.capacities import capacities_around
 from gcjax._types import Array, AxisNames
-from gcjax._validation import check_number
+from gcjax._validation import static_share
 from gcjax.extend import (
     Bucket,
     check_capacity,
@@ -86,7 +86,7 @@ def gaussian_k_compress(
     >>> print(first, second)
     [3. 0. 0. 0.] [ 0.  0. -4.  0.]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
     check_capacity(capacity)
     quantile = statistics.NormalDist().inv_cdf(density / 2)
 

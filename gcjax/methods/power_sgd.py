@@ -111,6 +111,8 @@ def power_sgd_compress(
 
     A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes, and sends r (n + m) values
     instead of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
+    In a model above 2**28 entries, a leaf is sent whole, too, if it lies in more than one bucket of so many entries: do
+    not stack its layers into one leaf.
 
     State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Time: 8 r operations per
     parameter. Momentum, weight decay and learning rate come after it:
@@ -180,7 +182,8 @@ def power_sgd_compress(
             mean, left, right = low_rank(comm, *given)
         else:
             started = comm.max(state.step) >= start_step  # equal on all workers already; now typed as equal
-            low_rank_branch, dense_branch = (_metered(mean, comm, *given) for mean in (low_rank, _dense))
+            branch = comm.metered()
+            low_rank_branch, dense_branch = (_metered(mean, branch, *given) for mean in (low_rank, _dense))
             mean, left, right, wire_bytes = lax.cond(started, low_rank_branch, dense_branch)
             count = jnp.where(started, values, layout.bucket.entries)
             report = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
@@ -241,11 +244,11 @@ def _means(arrays: Sequence[Array], comm: Comm) -> list[Array]:
     return split_vector(comm.mean(jnp.concatenate([x.ravel() for x in arrays])), [x.shape for x in arrays])
 
 
-def _metered(mean: Callable[..., tuple], comm: Comm, *args: PyTree) -> Callable[[], tuple]:
-    """A branch that returns the results of mean(comm, *args) and the bytes moved."""
+def _metered(mean: Callable[..., tuple], branch: Callable[[], Comm], *args: PyTree) -> Callable[[], tuple]:
+    """A branch that returns the results of mean(branch(), *args) and the bytes moved."""
 
     def run():
-        metered = comm.metered()
+        metered = branch()
         results = mean(metered, *args)
         return *results, jnp.float32(metered.bytes_moved())
 

@@ -21,7 +21,7 @@ import optax
 
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
-from gcjax._validation import check_flag, check_integer, check_number, check_random_key
+from gcjax._validation import check_flag, check_integer, check_random_key, static_share
 from gcjax.extend import (
     Bucket,
     CodecState,
@@ -84,7 +84,7 @@ def random_k_compress(
     >>> print(first.reshape(4, 8)[:, 0])
     [0. 1. 0. 0.]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
     check_random_key("key", key)
     check_integer("block", block, 1)
     check_flag("feedback", feedback)

@@ -29,7 +29,7 @@ from gcjax._kernels.bits import WORD, position_of, to_blocks
 from gcjax._kernels.hashing import quick_bits
 from gcjax._sparse.compaction import assign_slots, slot_indices
 from gcjax._types import Array, ArrayLike, AxisNames
-from gcjax._validation import check_integer, check_number, check_random_key
+from gcjax._validation import check_integer, check_number, check_random_key, static_share
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -109,7 +109,7 @@ def sketch_compress(
     >>> print(first, second)
     [3. 0. 2. 0.] [ 3.  -2.9  0.   0. ]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
     check_integer("rows", rows, 1)
     if rows % 2 == 0:
         raise ValueError(f"rows must be odd, so that the median is one of them, got {rows}")

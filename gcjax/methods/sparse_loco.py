@@ -98,8 +98,8 @@ def sparse_loco_compress(
 
     It is made for the changes of models that train on their own between exchanges, where the residual stands in for
     the outer momentum: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(30, compressor=
-    gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"))`. With `top_k=chunk**2` and `outer=optax.sgd(0.7,
-    momentum=0.8, nesterov=True)` nothing is left out, and it is the quantiser of MuLoCo (arXiv 2505.23725). On
+    gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"))`. With `top_k=chunk**2`, `bits=4` and
+    `outer=optax.sgd(0.7, momentum=0.6, nesterov=True)` nothing is left out, as in MuLoCo (arXiv 2505.23725). On
     gradients it is top-k by chunks: `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
 
     State: a float32 per parameter. Wire: 14 bits per entry, with the defaults 1/64 of the parameters in matrices, and
@@ -111,7 +111,7 @@ def sparse_loco_compress(
       chunk: largest length of a chunk along an axis, up to 256.
       decay: beta, in [0, 1]. With 1 nothing is lost where the `average` is over the workers. May be traced
         (`optax.inject_hyperparams` with all other options among its static_args).
-      bits: of a value, from 1 to 4; None for float32.
+      bits: of a value, from 2 to 4; None for float32.
       average: "senders" adds up what was sent of an entry and divides by the number of those that sent it, as the
         authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
         gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
@@ -137,7 +137,7 @@ def sparse_loco_compress(
     check_integer("chunk", chunk, 1, LARGEST_CHUNK)
     check_number("decay", decay, 0.0, 1.0, low_included=True)
     if bits is not None:
-        check_integer("bits", bits, 1, 4)
+        check_integer("bits", bits, 2, 4)
     check_choice("average", average, AVERAGES)
 
     def init(bucket: Bucket) -> SparseLocoState:

@@ -15,7 +15,7 @@ layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest
 import optax
 
 from gcjax._types import AxisNames
-from gcjax._validation import check_number
+from gcjax._validation import static_share
 from gcjax.extend import compress, count_for_density, sparse_method, top_k_mask
 
 
@@ -59,7 +59,7 @@ def top_k_compress(
     >>> print(first, second)
     [3. 0. 2. 0.] [ 0.  -1.   0.   0.5]
     """
-    check_number("density", density, 0.0, 1.0)
+    density = static_share("density", density)
 
     def select(a, step, bucket):
         del step

@@ -25,7 +25,7 @@ import optax
 
 from gcjax._kernels.bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask_and_peak
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_choice, check_flag, check_number, check_random_key
+from gcjax._validation import check_choice, check_flag, check_number, check_random_key, static_share
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -125,10 +125,11 @@ def variance_compress(
     noise, and next to nothing would be sent. `gcjax.scale_first` scales or clips both.
 
     Args:
-      alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2, over long runs. The default sends a
-        quarter of the entries, as many as the default capacities hold; a lower alpha sends more only with a larger
-        `capacity`. May be traced, or a function of the step (an optax schedule) that stays above 0: growing from 0.1 to
-        2 over the run, with `capacity=0.5`, trained closest to dense (bench/results).
+      alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2, over long runs. With the default, about
+        a quarter of the entries passed in the runs measured, as many as the default capacities hold; a lower alpha
+        sends more only with a larger `capacity`. May be traced, or a function of the step (an optax schedule) that
+        stays above 0: growing from 0.1 to 2 over the run, with `capacity=0.5`, trained closest to dense of
+        the settings measured (bench/results).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
@@ -158,8 +159,9 @@ def variance_compress(
       sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns it. Without it the batch counts as one sample.
 
     Raises:
-      ValueError: for a value out of range; `density` together with `threshold` or `capacity`; `feedback` together with
-        `underflow="drop"` or `values="levels"`; `owner_density` without "two_phase"; `wire="word"` with floats.
+      ValueError: for a value out of range, also of a schedule in step 0; `density` together with `threshold` or
+        `capacity`; `feedback` together with `underflow="drop"` or `values="levels"`; `owner_density` without
+        "two_phase"; `wire="word"` with floats.
       TypeError: for a missing or superfluous `key`, or an argument of the wrong type.
 
     **Randomness**: none, or `key` per worker. **Bias**: entries are delayed, and rounding is to the nearest (biased)
@@ -177,14 +179,14 @@ def variance_compress(
     """
     _check(alpha, decay, threshold, feedback, underflow, values, key)
     if density is not None:
-        _check_share("density", density)
+        density = static_share("density", density)
         for name, value in (("threshold", threshold), ("capacity", capacity)):
             if value is not None:
                 raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
     check_capacity(capacity)
     check_transport(transport)
     if owner_density is not None:
-        _check_share("owner_density", owner_density)
+        owner_density = static_share("owner_density", owner_density)
         if transport != "two_phase":
             raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got {transport=}")
     hybrid = threshold is not None
@@ -267,12 +269,6 @@ def _check(
         check_random_key("key (values='levels' draws random numbers)", key)
     elif key is not None:
         raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
-
-
-def _check_share(name: str, share: float) -> None:
-    if isinstance(share, jax.Array):
-        raise TypeError(f"{name} fixes the size of the payload and cannot be traced; give a Python float")
-    check_number(name, share, 0.0, 1.0)
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:

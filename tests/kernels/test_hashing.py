@@ -68,6 +68,12 @@ def test_sample_positions_are_distinct_and_reach_the_end(size, count):
         assert size - 1 - 2 * size / count < position[-1] < size
 
 
+@pytest.mark.parametrize(("size", "count"), [(8191, 4096), (10_000, 4096), (102_400, 65_536)])
+def test_every_position_is_sampled_in_time(size, count):
+    found = [np.asarray(hashing.scatter_positions(size, count, step)) for step in range(60)]
+    assert len(np.unique(found)) == size
+
+
 def test_sample_positions_change_with_the_step():
     a, b = (np.asarray(hashing.scatter_positions(10**6, 1000, step)) for step in (0, 1))
     assert (a != b).mean() > 0.9

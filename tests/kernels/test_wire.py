@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rows import rounded_up
 
 from gcjax._sparse import compaction
-from gcjax._sparse.wire import Wire, entropy_bits, in_groups, ladder
+from gcjax._sparse.capacities import in_groups, ladder
+from gcjax._sparse.wire import Wire, entropy_bits
 
 SEEDS = st.integers(0, 2**31)
 

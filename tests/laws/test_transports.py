@@ -16,7 +16,7 @@ from oracle import quick_bits
 import gcjax
 from gcjax._comm.collectives import mesh_comm, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
-from gcjax._sparse.exchange import capacities_for
+from gcjax._sparse.capacities import capacities_for
 from gcjax._sparse.transport import owner_of, word_of
 
 N = 1 << 14
@@ -231,7 +231,7 @@ def test_a_message_that_claims_too_many_entries_makes_the_update_nan(count):
     def damaged(x):
         return alone.gather(x.at[0].set(jnp.uint32(count)))
 
-    comm = dataclasses.replace(alone, gather=damaged, metered=lambda: comm)
+    comm = dataclasses.replace(alone, gather=damaged, metered=lambda: lambda: comm)
     tx = gcjax.top_k_compress(32 / N, transport="all_gather")
     with replaced_comm(lambda *axes: comm):
         update = tx.update({"a": jnp.arange(N) / N}, tx.init(PARAMS))[0]["a"]

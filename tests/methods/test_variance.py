@@ -276,6 +276,59 @@ def test_alpha_may_be_a_schedule(method):
     assert sent == [True, False, False]
 
 
+def test_without_squares_a_step_of_large_gradients_is_not_skipped_one_step_late():
+    g = jnp.full(4, 2.0**70)
+    tx = gcjax.variance_compress(density=1.0, feedback=True, overlap="next_step")
+    state = tx.init(g)
+    for _ in range(2):
+        updates, state = tx.update(g, state)
+    assert gcjax.info(state).skipped == 0
+    np.testing.assert_allclose(updates, g, rtol=0.5)
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
+def test_float16_values_of_a_leaf_of_zeros_are_zero(transport):
+    g = np.random.default_rng(0).normal(size=(4, 65536)).astype(np.float32)
+    params = {"a": np.zeros(65536, np.float32), "frozen": np.zeros(1000, np.float32), "last": np.zeros(1, np.float32)}
+    tx = gcjax.variance_compress(0.1, values="float16", capacity=1.0, transport=transport, axis_name="data")
+    runner = Runner(tx, params, 4)
+    zeros = {k: np.zeros((4, *x.shape), np.float32) for k, x in params.items()}
+    for _ in range(2):
+        mean = runner.step(zeros | {"a": g}, {k: np.full_like(x, 1e-9) for k, x in zeros.items()})
+        assert not mean["frozen"].any()
+        assert np.abs(mean["a"]).max() > 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(runner.state) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+SIZED_BY_DENSITY = {
+    "ef21": {},
+    "drop": {},
+    "dryden": {},
+    "gaussian_k": {},
+    "random_k": {"key": jax.random.key(0)},
+    "sidco": {},
+    "sketch": {"key": jax.random.key(0)},
+    "top_k": {},
+    "variance": {},
+}
+
+
+@pytest.mark.parametrize("name", SIZED_BY_DENSITY)
+def test_a_traced_density_is_named_with_the_cure(name):
+    method, options = getattr(gcjax, f"{name}_compress"), SIZED_BY_DENSITY[name]
+    with pytest.raises(TypeError, match=r"density fixes the size .* cannot be traced.* with static_args='density'"):
+        jax.jit(lambda density: method(density=density, **options).init(jnp.zeros(8)))(0.5)
+    tx = method(density=jnp.float32(0.5), **options)
+    assert np.isfinite(tx.update(jnp.arange(8.0), tx.init(jnp.zeros(8)))[0]).all()
+
+
+@pytest.mark.parametrize("density", [np.float32(0.5), np.float64(0.5)])
+def test_density_may_be_a_numpy_scalar(density):
+    tx = gcjax.variance_compress(density=density)
+    _, state = jax.jit(tx.update)(jnp.arange(8.0), tx.init(jnp.zeros(8)))
+    assert gcjax.info(state).sent == 4
+
+
 @pytest.mark.parametrize(("underflow", "left"), [("keep", 2.0**-9), ("drop", 0.0)])
 def test_underflow_is_kept_or_dropped(underflow, left):
     g = jnp.array([1.0, 2.0**-9])
@@ -356,8 +409,11 @@ def test_a_changing_threshold_and_a_skipped_step_lose_nothing(method):
     np.testing.assert_array_equal(total + residuals(state, 1, (4,))[0][0], 7 * g)
 
 
-def test_density_ranks_by_magnitude_times_certainty():
-    tx = gcjax.variance_compress(alpha=1.0, density=0.25, feedback=True)
+@pytest.mark.parametrize(
+    ("alpha", "order"), [(1.0, [1, 3, 0]), (optax.piecewise_constant_schedule(1.0, {1: 0.05}), [1, 0, 3])]
+)
+def test_density_ranks_by_magnitude_times_certainty(alpha, order):
+    tx = gcjax.variance_compress(alpha=alpha, density=0.25, feedback=True)
     # Magnitude times certainty, in units of 1e-4: 3 * 3 / 10, 2 * 1, 1e-16 * 1, 1 * 1.
     g = jnp.array([3e-4, 2e-4, 1e-20, 1e-4])
     squares = jnp.array([1e-6, 1e-11, 0.0, 1e-11])
@@ -366,4 +422,4 @@ def test_density_ranks_by_magnitude_times_certainty():
         updates, state = step(g, state, sum_grad_squared=squares)
         sent.append(int(jnp.argmax(jnp.abs(updates))))
         g, squares = jnp.zeros(4), jnp.zeros(4)
-    assert sent[:3] == [1, 3, 0]
+    assert sent[:3] == order

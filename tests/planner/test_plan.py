@@ -233,3 +233,10 @@ def test_the_mean_within_a_host_is_never_hidden():
 def test_an_unknown_overlap_is_refused():
     with pytest.raises(ValueError, match="overlap must be one of None, 'next_step', got 'backward'"):
         plan(overlap="backward")
+
+
+@pytest.mark.parametrize("size", [np.int64(4_000_000), np.float32(4e6), np.array(4_000_000)])
+def test_a_numpy_number_is_a_size(size):
+    costs = {"dense float32": (0, 1e-9, 0), "top_k": (0, 3e-9, 2e-9)}
+    plan = gcjax.plan(size, workers=4, link="1Gbit", step_time="0.1s", methods=["top_k"], costs=costs)
+    assert plan.setting.parameters == 4_000_000

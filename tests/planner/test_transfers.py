@@ -26,18 +26,20 @@ def real_bytes(row):
     comms = []
 
     def recorded(comm):
-        choices = [[]]  # a maximum stands before each choice between branches
+        choices = []
         comms.append((comm, choices))
 
         def metered():
-            choices[-1].append(comm.metered())
-            return choices[-1][-1]
+            branch, branches = comm.metered(), []
+            choices.append(branches)
 
-        def maximum(x):
-            choices.append([])
-            return comm.max(x)
+            def recorded_branch():
+                branches.append(branch())
+                return branches[-1]
 
-        return dataclasses.replace(comm, metered=metered, max=maximum)
+            return recorded_branch
+
+        return dataclasses.replace(comm, metered=metered)
 
     tx, mesh = row.make("data"), mesh_of(WORKERS)
     state = jax.eval_shape(lambda params: gcjax.distribute(tx.init(params), mesh), PARAMS)
@@ -89,6 +91,33 @@ def test_the_largest_capacity_counts_in_every_bucket():
     assert [t for t in twice if t.kind == "all_gather"] == [Transfer("all_gather", in_eights[512])] * 2
 
 
+@pytest.mark.parametrize(
+    ("tx", "kinds"),
+    [
+        (gcjax.top_k_compress(0.1), ["all_gather", "all_gather"]),
+        (
+            gcjax.variance_compress(density=0.1, transport="two_phase", owner_density=0.1),
+            ["all_to_all", "all_gather", "all_to_all", "all_gather"],
+        ),
+    ],
+)
+def test_messages_of_one_size_count_in_every_bucket_and_phase(tx, kinds):
+    with limited_buckets(2048):
+        transfers = transfers_of(tx, jnp.zeros(4096), 4, True)
+    assert [t.kind for t in transfers if t.kind.startswith("all_") and t.kind != "all_reduce"] == kinds
+
+
+def test_a_model_of_billions_is_planned_and_is_refused_on_one_device():
+    model = [jax.ShapeDtypeStruct((1 << 28,), jnp.float32)] * 9
+    assert len(transfers_of(gcjax.dense_compress(), model, 8, False)) >= 9
+    mesh, tx = mesh_of(2), gcjax.dense_compress(axis_name="data")
+    step = jax.shard_map(
+        lambda gradient: tx.update(gradient, tx.init(gradient))[0], mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="2,415,919,104 parameters, and gcjax counts to 2,147,483,647; shard"):
+        jax.eval_shape(step, model)
+
+
 def test_each_choice_between_branches_counts_once():
     def gather(comm, size):
         comm.gather(jnp.zeros(8 * size, jnp.uint8))
@@ -96,19 +125,21 @@ def test_each_choice_between_branches_counts_once():
     def update(gradient, state, params=None):
         comm = comm_for_axes(())
         gather(comm, 3)
-        gather(comm.metered(), 1)
-        gather(comm.metered(), 2)
+        first, second = comm.metered(), comm.metered()
+        gather(first(), 1)
+        gather(first(), 2)
+        gather(second(), 1)
         gather(comm, 3)
-        gather(comm, 3)
-        nested = comm.metered()
+        nested = comm.metered()()
         gather(nested, 2)
-        gather(nested.metered(), 3)
-        gather(nested.metered(), 1)
+        within = nested.metered()
+        gather(within(), 3)
+        gather(within(), 1)
         return gradient, state
 
     tx = optax.GradientTransformation(lambda params: (), update)
     sizes = [transfer.bytes for transfer in transfers_of(tx, jnp.zeros(1), 2, False)]
-    assert sizes == [8 * size for size in (3, 2, 3, 3, 2, 3)]
+    assert sizes == [8 * size for size in (3, 2, 1, 3, 2, 3)]
 
 
 def test_transforms_without_axes_have_one_worker_outside():

@@ -137,7 +137,9 @@ def messages(tx, gradients):
 
     names = ("gather", "sum", "all_to_all")
     listened = {name: listening(getattr(alone, name)) for name in names}
-    comm = dataclasses.replace(alone, metered=lambda: comm, **listened)  # of a sparse exchange: one capacity only
+    comm = dataclasses.replace(
+        alone, metered=lambda: lambda: comm, **listened
+    )  # of a sparse exchange: one capacity only
 
     def update(gradients):
         given.clear()
