@@ -12,11 +12,12 @@ import argparse
 import csv
 import json
 import shlex
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from bench import machine, runs
+from bench import machine, programs, runs
 
 COMMON = "--epochs 2"
 ROWS = {
@@ -38,17 +39,23 @@ KEPT = ("settings", "parameters", "steps", "epochs", "compression_ratio", "wire_
 POINTS = 20  # of the training curve
 
 
+def command(row: str) -> str:
+    """The options of examples/char_lm.py that make this run, except --text and --out."""
+    return f"--method {shlex.quote(ROWS[row])} {COMMON}"
+
+
 def run(row: str, args: argparse.Namespace) -> dict:
     """One training in a process of its own; its record."""
-    out = args.work / row.replace(" ", "_")
-    options = f"--method {shlex.quote(ROWS[row])} {COMMON}"
+    options = command(row)
+    [program] = programs.digests("char_lm", [options])  # before the run, as the sources may change during it
+    out = args.work / f"{row}-{program}".replace(" ", "_")
     resume = ["--resume"] if (out / "epochs.csv").is_file() else []
     arguments = [*shlex.split(options), *resume, "--text", str(args.text), "--out", str(out)]
     done = machine.run_example("char_lm.py", arguments)
     if done.returncode:
         raise SystemExit(f"char_lm.py: {shlex.join(done.args)} failed:\n{done.stderr}")
     result = json.loads((out / "result.json").read_text())
-    record = {"row": row, "command": options} | {name: result[name] for name in KEPT}
+    record = {"row": row, "command": options, "program": program} | {name: result[name] for name in KEPT}
     record["settings"] = {name: x for name, x in record["settings"].items() if name not in ("text", "out", "resume")}
     return record | {"curve": curve(out / "steps.csv"), "sample": (out / "sample.txt").read_text("utf-8")}
 
@@ -78,7 +85,7 @@ def table(store: dict) -> str:
         last = record["epochs"][-1]
         cells = [
             record["row"],
-            f"`{ROWS[record['row']]}`",
+            f"`{runs.method(record)}`",
             f"{last['validation_loss']:.4f}",
             "" if dense is None else f"{100 * (last['validation_loss'] / dense - 1):+.2f}",
             f"{record['compression_ratio']:.1f}",
@@ -106,8 +113,8 @@ def main() -> None:
     path = args.out / "char_lm.json"
     store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
     if not args.report:
-        have = {record["row"] for record in store["runs"]}
-        runs.measure(store, path, [row for row in args.rows if row not in have], lambda row: run(row, args))
+        commands = {row: command(row) for row in args.rows}
+        runs.measure(store, path, commands, itemgetter("row"), lambda row: run(row, args))
     runs.report(store, path, table(store))
 
 

@@ -7,19 +7,19 @@ from bench.machine import Parser
 from bench.provenance import RESULTS, SOURCES, commits_text, outdated, with_note, write
 
 
-def status(path: Path) -> str:
-    """Whether a result file is current."""
+def check(path: Path, mark: bool = False) -> str:
+    """Whether a result file is current.
+
+    Args:
+      path: of the file.
+      mark: whether to bring the note at the head of its table up to date.
+    """
     if path.stem not in SOURCES:
         return "unknown: bench/provenance.py does not say what it depends on"
-    commits = outdated(json.loads(path.read_text()), path.stem)
+    commits, table = outdated(json.loads(path.read_text()), path.stem), path.with_suffix(".md")
+    if mark and table.exists():
+        write(table, with_note(table.read_text(), commits))
     return f"older than the sources: measured at {commits_text(commits)}" if commits else "current"
-
-
-def mark(path: Path) -> None:
-    """Bring the note at the head of a result's table up to date."""
-    table = path.with_suffix(".md")
-    if path.stem in SOURCES and table.exists():
-        write(table, with_note(table.read_text(), json.loads(path.read_text()), path.stem))
 
 
 def main() -> None:
@@ -28,9 +28,7 @@ def main() -> None:
     parser.add_argument("--mark", action="store_true", help="also write a note into the tables of those that are older")
     args = parser.parse_args()
     for path in sorted(args.folder.glob("*.json")):
-        print(f"{path.name:<18} {status(path)}")
-        if args.mark:
-            mark(path)
+        print(f"{path.name:<18} {check(path, args.mark)}", flush=True)
 
 
 if __name__ == "__main__":

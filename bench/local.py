@@ -13,10 +13,11 @@ continues where it stopped. The all-reduce is of the models, after every step.
 import argparse
 import json
 import shlex
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import machine, provenance, runs
+from bench import machine, programs, provenance, runs
 
 
 class Task(NamedTuple):
@@ -62,11 +63,17 @@ ROWS = {
 }
 
 
+def command(row: str, result: str) -> str:
+    """The options of examples/gossip.py that make this run, except its data and --out."""
+    return f"{TASKS[result].common} {ROWS[row]}"
+
+
 def run(row: str, result: str, args: argparse.Namespace) -> dict:
     """One training in a process of its own; its record."""
-    source, common, *_ = TASKS[result]
+    source = TASKS[result].source
     out = args.work / result / row.replace(", ", "_").replace(" ", "_")
-    options = f"{common} {ROWS[row]}"
+    options = command(row, result)
+    [program] = programs.digests(result, [options])  # before the run, as the sources may change during it
     data = [f"--{source}", str(getattr(args, source))]
     done = machine.run_example("gossip.py", [*shlex.split(options), *data, "--out", str(out)])
     if done.returncode:
@@ -74,7 +81,7 @@ def run(row: str, result: str, args: argparse.Namespace) -> dict:
     record = json.loads((out / "gossip.json").read_text())
     (found,) = record["runs"]
     settings = {name: value for name, value in record["settings"].items() if name not in ("data", "text", "out")}
-    return {"row": row, "command": options, "settings": settings, "epochs": found["epochs"]}
+    return {"row": row, "command": options, "program": program, "settings": settings, "epochs": found["epochs"]}
 
 
 def table(store: dict, result: str) -> str:
@@ -113,14 +120,13 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     args = parse_options()
     for result, task in TASKS.items():
-        if getattr(args, task.source) is None and not args.report:
-            continue
         path = args.out / f"{result}.json"
+        if getattr(args, task.source) is None and not (args.report and (result == "local" or path.is_file())):
+            continue
         store = runs.load(path, args.report, ("jax", "jaxlib", "optax", "flax", "numpy"))
         if not args.report:
-            have = {record["row"] for record in store["runs"]}
-            missing = [row for row in args.rows if row not in have]
-            runs.measure(store, path, missing, lambda row, result=result: run(row, result, args))
+            commands = {row: command(row, result) for row in args.rows}
+            runs.measure(store, path, commands, itemgetter("row"), lambda row, result=result: run(row, result, args))
         runs.report(store, path, table(store, result))
 
 

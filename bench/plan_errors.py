@@ -41,7 +41,7 @@ def main() -> None:
         if row["side"] == "jax" and find(record["alone"], row, "hosts", "parameters", "malloc", "row")
     ]
     text = table(rows, record, args.file.name)
-    print(provenance.with_note(text, record, "network"))
+    print(provenance.with_note(text, provenance.outdated(record, "network")))
     if args.out:
         measured = {"result": "network", "commit": record["commit"], "source": record["source"]}
         found = provenance.provenance("plan_errors") | {"of": args.file.name, "measured": measured, "rows": rows}

@@ -89,14 +89,18 @@ def outdated(record: dict, result: str) -> list[str]:
         parts.insert(0, record)
     parts += [record[name] for name in ("later", "measured") if name in record]
     first = record.get("commit") or record.get("machine", {}).get("commit")
-    changed = [part for part in parts if part.get("source") != source_digest(part.get("result", result))]
-    digests = iter(programs.digests([part["command"] for part in changed if "program" in part]))
     commits = []
-    for part in changed:
-        if "program" not in part or part["program"] != next(digests):
-            commit = part.get("commit") or (first if part.get("source") == record.get("source") else None)
-            commits.append((commit or "unknown")[:12])
+    for part in changed(parts, result):
+        commit = part.get("commit") or (first if part.get("source") == record.get("source") else None)
+        commits.append((commit or "unknown")[:12])
     return list(dict.fromkeys(commits))
+
+
+def changed(parts: Iterable[dict], result: str) -> list[dict]:
+    """Those parts of a record that are not current: see `outdated`."""
+    other = [part for part in parts if part.get("source") != source_digest(part.get("result", result))]
+    digests = iter(programs.digests(result, [part["command"] for part in other if "program" in part]))
+    return [part for part in other if "program" not in part or part["program"] != next(digests)]
 
 
 def commits_text(commits: list[str]) -> str:
@@ -105,10 +109,9 @@ def commits_text(commits: list[str]) -> str:
     return " and ".join(named + (["an unknown commit"] if len(known) < len(commits) else []))
 
 
-def with_note(text: str, record: dict, result: str) -> str:
-    """The text of a table, with a first line that says so if the sources have changed since it was measured."""
+def with_note(text: str, commits: list[str]) -> str:
+    """The text of a table, with a first line that names the commits that `outdated` returned, if any."""
     text = _NOTE.sub("", text)
-    commits = outdated(record, result)
     note = f"Measured on an earlier version of the sources ({commits_text(commits)}).\n\n" if commits else ""
     return note + text.strip("\n") + "\n"
 
@@ -116,7 +119,7 @@ def with_note(text: str, record: dict, result: str) -> str:
 def save(folder: Path, result: str, record: dict, text: str, indent: int | None = 1) -> None:
     """Write RESULT.json and, with the note where it is due, RESULT.md."""
     write(folder / f"{result}.json", json.dumps(record, indent=indent) + "\n")
-    write(folder / f"{result}.md", with_note(text, record, result))
+    write(folder / f"{result}.md", with_note(text, outdated(record, result)))
 
 
 def write(path: Path, text: str) -> None:

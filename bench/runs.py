@@ -1,13 +1,15 @@
 """Tables of long runs: options, a result file that grows by one run at a time, the table made of it.
 
-Finished runs are kept, so an interrupted table continues where it stopped.
+Finished runs are kept, so an interrupted table continues where it stopped. One is run again if its options, or the
+program that it executes, have changed since.
 """
 
 import argparse
 import concurrent.futures
 import json
+import shlex
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,8 +54,30 @@ def load(path: Path, report: bool, packages: Sequence[str]) -> dict:
     return provenance.provenance(path.stem, packages) | {"runs": []}
 
 
-def measure(store: dict, path: Path, jobs: Sequence[Job], run: Callable[[Job], dict], at_once: int = 1) -> None:
-    """Run the jobs, some at once, and write the store after each of them. None begins after one has failed."""
+def measure(
+    store: dict,
+    path: Path,
+    commands: Mapping[Job, str],
+    job_of: Callable[[dict], Job],
+    run: Callable[[Job], dict],
+    at_once: int = 1,
+) -> None:
+    """Run what the store lacks, and what it has of another command or from other sources.
+
+    Write the store after each run. None begins after one has failed.
+
+    Args:
+      store: the content of the result file.
+      path: of that file.
+      commands: of each job, as the records of its runs have it.
+      job_of: job_of(record) -> the job it is of.
+      run: run(job) -> its record.
+      at_once: number of runs at the same time.
+    """
+    same = [record for record in store["runs"] if commands.get(job_of(record)) == record["command"]]
+    old = provenance.changed(same, path.stem)
+    current = {job_of(record) for record in same if record not in old}
+    jobs = [job for job in commands if job not in current]
     origin = provenance.origin(path.stem)  # the sources may change before the next call
     lock, failed = threading.Lock(), threading.Event()
 
@@ -66,7 +90,7 @@ def measure(store: dict, path: Path, jobs: Sequence[Job], run: Callable[[Job], d
             failed.set()
             raise
         with lock:
-            store["runs"].append(record)
+            store["runs"] = [other for other in store["runs"] if job_of(other) != job] + [record]
             provenance.write(path, json.dumps(store, indent=1))
             bar.update()
 
@@ -74,8 +98,14 @@ def measure(store: dict, path: Path, jobs: Sequence[Job], run: Callable[[Job], d
         list(pool.map(run_and_keep, jobs))
 
 
+def method(record: dict) -> str:
+    """What a run had as `--method`."""
+    words = shlex.split(record["command"])
+    return words[words.index("--method") + 1]
+
+
 def report(store: dict, path: Path, table: str) -> None:
     """Write and print the table, with a note if the sources have changed since it was measured."""
-    text = provenance.with_note(table, store, path.stem)
+    text = provenance.with_note(table, provenance.outdated(store, path.stem))
     provenance.write(path.with_suffix(".md"), text)
     print(text)

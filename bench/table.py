@@ -1,7 +1,8 @@
 """The paper's comparison on CIFAR-10: accuracy and bytes of every method, with Adam and with momentum SGD.
 
 Each run is one call of examples/cifar10.py, printed by --list. Finished runs are kept in the result file, so an
-interrupted table continues where it stopped, and an interrupted run after its last whole epoch.
+interrupted table continues where it stopped, and an interrupted run after its last whole epoch. Those that are not
+current are run again.
 
     python -m bench.table --data DIR                         # --size small: a CNN, for 2 CPU cores; hours
     python -m bench.table --data DIR --size long             # 30 epochs in place of 6
@@ -172,11 +173,11 @@ def wanted(args: argparse.Namespace) -> Iterator[Job]:
 def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
     """One training in a process of its own, on a core of its own if several run at once; its record."""
     text = command(args.size, *job)
-    out = args.work / args.size / f"{job.row}-{job.optimiser}-{job.seed}".replace(" ", "_")
+    [program] = programs.digests(f"table-{args.size}", [text])  # before the run, as the sources may change during it
+    out = args.work / args.size / f"{job.row}-{job.optimiser}-{job.seed}-{program}".replace(" ", "_").replace("/", "_")
     checkpoints = out / "checkpoints"
     resume = ["--resume"] if checkpoints.is_dir() and any(checkpoints.iterdir()) else []
     core = cores.get()
-    [program] = programs.digests([text])  # before the run, as the sources may change during it
     arguments = [*shlex.split(text), "--data", str(args.data), "--out", str(out), *resume]
     done = machine.run_example("cifar10.py", arguments, core)
     cores.put(core)
@@ -194,25 +195,23 @@ def run(job: Job, args: argparse.Namespace, cores: queue.SimpleQueue) -> dict:
 
 
 def measure(args: argparse.Namespace, store: dict, path: Path) -> None:
-    """Run what the store lacks or has with other options than the row has now, and write it after every run."""
+    """Run what the store lacks, each on a core of its own."""
     commands = {job: command(args.size, *job) for job in wanted(args)}
-    made = {Job(record["row"], record["optimiser"], record["seed"]): record["command"] for record in store["runs"]}
-    missing = [job for job in commands if commands[job] != made.get(job)]
-    store["runs"] = [r for r in store["runs"] if Job(r["row"], r["optimiser"], r["seed"]) not in missing]
     cores: queue.SimpleQueue = queue.SimpleQueue()
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     for i in range(args.jobs):
         cores.put(usable[i % len(usable)] if usable and args.jobs > 1 else None)
-    runs.measure(store, path, missing, lambda job: run(job, args, cores), args.jobs)
+    runs.measure(store, path, commands, job_of, lambda job: run(job, args, cores), args.jobs)
+
+
+def job_of(record: dict) -> Job:
+    return Job(record["row"], record["optimiser"], record["seed"])
 
 
 def recorded_methods(recorded: Iterable[dict]) -> dict[str, str]:
     """Row -> the method it ran: of `rows()`, then of recorded rows that are no longer among them."""
     methods = {name: row.method for name, row in rows().items()}
-    for record in recorded:
-        words = shlex.split(record["command"])
-        methods[record["row"]] = words[words.index("--method") + 1]
-    return methods
+    return methods | {record["row"]: runs.method(record) for record in recorded}
 
 
 def grouped(recorded: list[dict], optimiser: str) -> dict[str, list[dict]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import machine, provenance
 from gcjax._kernels.bits import BLOCK, count_bits, pack_mask, position_of
-from gcjax._sparse.exchange import capacities_for
+from gcjax._sparse.capacities import capacities_for
 from gcjax._sparse.value_codes import power_of_two_code
 from gcjax._sparse.wire import WIRES, Wire, entropy_bits
 

@@ -38,7 +38,7 @@ def test_a_table_continues_where_it_stopped(result, value, shown, tmp_path, monk
     def run(row, result, args):
         ran.append((row, result))
         epochs = [{task.figure: value, "bits": bits, "step": 10 * (1 + i)} for i, bits in enumerate((8e6, 16e6))]
-        return {"row": row, "command": "", "settings": {}, "epochs": epochs}
+        return {"row": row, "command": local.command(row, result), "settings": {}, "epochs": epochs}
 
     monkeypatch.setattr(local, "run", run)
     for rows in (["DiLoCo, 15"], ["SparseLoCo, 15", "DiLoCo, 15", "all-reduce, 1"]):

@@ -13,12 +13,25 @@ SMALL = "--model cnn --width 8 --images 64 --workers 2 --batch 8"
 
 def test_digest_follows_the_program():
     commands = [f"{SMALL} --method dense", f"{SMALL} --method top_k(density=0.1)", f"{SMALL} --method dense --epochs 9"]
-    dense, top_k, longer = programs.digests(commands)
+    dense, top_k, longer = programs.digests("table-small", commands)
     assert len({dense, top_k, longer}) == 3  # the learning rate falls more slowly in a longer run
     record = {"runs": [{"command": commands[0], "program": dense, "source": "0", "commit": "a" * 40}]}
     assert provenance.outdated(record, "table-small") == []
     record["runs"][0]["program"] = top_k
     assert provenance.outdated(record, "table-small") == ["a" * 12]
+
+
+@pytest.mark.parametrize(
+    ("result", "options"),
+    [
+        ("char_lm", ["--width 8 --heads 2 --layers 1", "--width 8 --heads 2 --layers 1 --seed 1"]),
+        ("local", ["--workers 2 --algorithms local", "--workers 2 --algorithms local --local-steps 5"]),
+        ("local-text", ["--workers 2 --algorithms local", "--workers 2 --algorithms diloco"]),
+    ],
+)
+def test_digests_of_the_other_examples(result, options):
+    first, other, again = programs.digests(result, [*options, options[0]])
+    assert first == again != other
 
 
 def test_code_without_docstrings_and_comments_runs_alike():

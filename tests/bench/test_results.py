@@ -51,14 +51,14 @@ def test_all_sources_and_all_result_files_are_known():
 
 def test_saved_result_is_current(tmp_path):
     provenance.save(tmp_path, "step", step_record(), "| table |")
-    assert check_results.status(tmp_path / "step.json") == "current"
+    assert check_results.check(tmp_path / "step.json") == "current"
     assert (tmp_path / "step.md").read_text() == "| table |\n"
 
 
 def test_result_from_other_sources_says_so(tmp_path):
     provenance.save(tmp_path, "step", step_record("000000000000"), "| table |")
     old = "older than the sources: measured at commit 0123456789ab"
-    assert check_results.status(tmp_path / "step.json") == old
+    assert check_results.check(tmp_path / "step.json") == old
     assert (tmp_path / "step.md").read_text() == NOTE + "| table |\n"
 
 

@@ -1,6 +1,5 @@
 """bench/table.py: commands that the example accepts, runs that continue, the figures of the table."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ pytest.importorskip("matplotlib")
 import cifar10  # noqa: E402
 from common.options import make_compressor  # noqa: E402
 
-from bench import table  # noqa: E402
+from bench import provenance, table  # noqa: E402
 
 
 def options(monkeypatch, *arguments):
@@ -50,37 +49,19 @@ def test_example_accepts_every_row(size, monkeypatch):
     assert len(found) == 2 * runs, "two rows are the same run"
 
 
-def test_only_missing_runs_are_run_and_saved_at_once(monkeypatch, tmp_path):
-    path, ran = tmp_path / "table-small.json", []
+def test_only_missing_seeds_are_run(monkeypatch, tmp_path):
+    ran = []
 
     def run(job, args, cores):
-        ran.append((job, path.exists()))
-        return record("dense", job[2], 0.5)
-
-    monkeypatch.setattr(table, "run", run)
-    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
-    store = {"runs": [record("dense", 1, 0.5), record("dense", 2, 0.5, command="of another row")]}
-    table.measure(args, store, path)
-    assert [job for job, _ in ran] == [("dense", "adam", 0), ("dense", "adam", 2)]
-    assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
-    assert path.exists()
-
-
-def test_no_run_begins_after_one_has_failed(monkeypatch, tmp_path):
-    path, ran = tmp_path / "table-small.json", []
-
-    def run(job, args, cores):
-        ran.append(job.seed)
-        if job.seed == 1:
-            raise SystemExit("the example failed")
+        ran.append(job)
         return record("dense", job.seed, 0.5)
 
     monkeypatch.setattr(table, "run", run)
-    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "9", "--jobs", "1")
-    with pytest.raises(SystemExit, match="the example failed"):
-        table.measure(args, {"runs": []}, path)
-    assert ran == [0, 1]
-    assert [run["seed"] for run in json.loads(path.read_text())["runs"]] == [0]
+    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
+    store = {"runs": [record("dense", 1, 0.5) | provenance.origin("table-small")]}
+    table.measure(args, store, tmp_path / "table-small.json")
+    assert ran == [("dense", "adam", 0), ("dense", "adam", 2)]
+    assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
 
 
 def test_table_has_medians_ranges_and_diverged_runs():
