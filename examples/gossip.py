@@ -17,9 +17,9 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -124,10 +124,24 @@ def batches(rng: np.random.Generator, parts: np.ndarray, size: int) -> np.ndarra
     return order.reshape(workers, -1, size).swapaxes(0, 1).reshape(-1, workers * size)
 
 
-def train(
-    name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh
-) -> dict[str, Any]:
-    """Run one training.
+class Prepared(NamedTuple):
+    """A training before its first step.
+
+    Attributes:
+      step: the training step.
+      state: what it begins with.
+      order: order(epoch) -> int[steps, workers * size], the samples of each batch.
+      place: place(numbers) -> the batch of these samples, on the devices.
+    """
+
+    step: Any
+    state: gcjax.TrainState
+    order: Callable[[int], np.ndarray]
+    place: Callable[[np.ndarray], tuple[jax.Array, ...]]
+
+
+def prepare(name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> Prepared:
+    """Make a training.
 
     Args:
       name: of the algorithm.
@@ -135,9 +149,6 @@ def train(
       workload: what is trained.
       args: the options.
       mesh: the workers.
-
-    Returns:
-      `epochs`, a row for each: the mean model's figure, consensus distance, bits per worker, and more.
     """
     count = len(workload.samples[0])
     own = count // args.workers
@@ -148,15 +159,33 @@ def train(
     state = step.init(workload.init(jax.random.key(seed)))
     parts = np.random.default_rng(seed).permutation(count)[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
+
+    def order(epoch):
+        return batches(np.random.default_rng((seed, epoch)), parts, args.batch)
+
+    def place(numbers):
+        return jax.device_put(tuple(x[numbers] for x in workload.samples), over_workers)
+
+    return Prepared(step, state, order, place)
+
+
+def train(
+    name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """Run one training, with the arguments of `prepare`.
+
+    Returns:
+      `epochs`, a row for each: the mean model's figure, consensus distance, bits per worker, and more.
+    """
+    step, state, order, place = prepare(name, seed, workload, args, mesh)
     rows = []
     title, decimals = FIGURES[workload.figure]
     described = f"{ALGORITHMS[name][0]}, seed {seed}"
-    with tqdm(total=args.epochs * steps, desc=described, unit="step", leave=False, disable=None) as bar:
+    with tqdm(total=args.epochs * len(order(0)), desc=described, unit="step", leave=False, disable=None) as bar:
         for epoch in range(args.epochs):
             losses = []
-            for chosen in batches(np.random.default_rng((seed, epoch)), parts, args.batch):
-                batch = jax.device_put(tuple(x[chosen] for x in workload.samples), over_workers)
-                state, metrics = step(state, batch)
+            for numbers in order(epoch):
+                state, metrics = step(state, place(numbers))
                 losses.append(float(metrics.loss.mean()))
                 bar.update()
             sent = gossip.info(state.opt_state)

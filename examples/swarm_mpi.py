@@ -205,7 +205,7 @@ def launch(args: argparse.Namespace) -> int:
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        print("swarm_mpi.py: there is no mpiexec. Install one: pip install 'gcjax[mpi]'", file=sys.stderr)
+        print("swarm_mpi.py: there is no mpiexec. Install one: pip install '.[mpi]'", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     for old in args.out.glob("swarm_*.json"):
