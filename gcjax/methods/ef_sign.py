@@ -45,7 +45,8 @@ def ef_sign_compress(
 
     In two phases each leaf is cut into a piece for each worker, its owner, and every piece has a scale of its own. The
     owner adds what it still owes to the mean over workers of y, and sends the sum in the same way. What this leaves, it
-    owes.
+    owes. Zeros pad the last pieces to equal length and count in their means, so that what these send is too small at
+    first: of a leaf of 57 entries on 8 workers the last entry is sent as an eighth of itself.
 
     State: a float32 per parameter; in two phases with p workers 1/p more, so the state is initialised where the number
     of workers is known (`gcjax.distribute`). Wire: 1 bit per parameter and 32 per leaf, to every other worker

@@ -67,9 +67,10 @@ def qsgd_compress(
     number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter and 32 per block, to every other
     worker ("all_gather") or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker,
     its owner, and a block never spans two pieces. The owner rounds the mean to the nearest level of its block's maximum
-    (with 1 bit, to its mean magnitude) and adds what that leaves to the next mean. Workers have no error feedback: it
-    would diverge where the variance exceeds the squared gradient. Momentum, weight decay and learning rate come after
-    it, clipping may come before it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
+    (with 1 bit, to its mean magnitude, in which padding counts as zeros) and adds what that leaves to the next mean.
+    Workers have no error feedback: it would diverge where the variance exceeds the squared gradient. Momentum, weight
+    decay and learning rate come after it, clipping may come before it:
+    `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
       bits: b, bits per entry with the sign, 1 to 8.
