@@ -1,11 +1,13 @@
 """Collectives over mesh axes: the only module that names one of JAX's."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gcjax._comm.comm import Comm
@@ -76,8 +78,19 @@ def send(x: Array, destinations: Sequence[int], axis_names: tuple[str, ...]) -> 
       destinations: for each worker, the number of the worker it sends to; its own number if it sends nothing. Static.
       axis_names: mesh axes of the workers.
     """
-    pairs = [(worker, int(to)) for worker, to in enumerate(destinations) if to != worker]
+    number = _number_in_mesh(axis_names)
+    pairs = [(number[worker], number[to]) for worker, to in enumerate(destinations) if to != worker]
     return lax.ppermute(x, axis_names, pairs)
+
+
+def _number_in_mesh(axis_names: tuple[str, ...]) -> list[int]:
+    """The number that `lax.ppermute` gives to each worker: it counts in the order of the mesh's axes."""
+    sizes = [axis_size((name,)) for name in axis_names]
+    if len(sizes) == 1:
+        return list(range(*sizes))
+    in_mesh = jax.sharding.get_abstract_mesh().axis_names
+    order = sorted(range(len(sizes)), key=lambda i: in_mesh.index(axis_names[i]))
+    return np.argsort(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()).tolist()
 
 
 def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:

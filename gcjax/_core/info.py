@@ -180,9 +180,14 @@ def readable_states(opt_state: PyTree) -> list[CompressState]:
 
 
 def local_parts(x: Array) -> list[Array]:
-    """`x` itself, or the parts that this process holds of an array over several processes, in the workers' order."""
+    """`x` itself, or the parts that this process holds of an array over several processes, in the workers' order.
+
+    Of an array that is the same everywhere there is one part.
+    """
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return [x]
+    if x.is_fully_replicated:
+        return [x.addressable_data(0)]
     held = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return [held[start] for start in sorted(held)]
 

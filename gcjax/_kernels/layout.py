@@ -116,18 +116,18 @@ def _segment(leaf: Array, s: Segment) -> Array:
     return leaf if leaf.size == s.size else leaf.reshape(-1)[s.begin : s.begin + s.size]
 
 
-def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]]) -> PyTree:
+def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]], *, keep_infinities: bool = False) -> PyTree:
     """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes.
 
-    What lies beyond the range of a float16 or float8 leaf becomes the largest number of it; `count_beyond_range` counts
-    these entries.
+    What lies beyond the range of a float16 or float8 leaf becomes the largest number of it, unless it is infinite and
+    `keep_infinities`; `count_beyond_range` counts these entries.
     """
     pieces: list[list[Array]] = [[] for _ in layout.shapes]
     for bucket, arrays in zip(layout.buckets, buckets, strict=True):
         for s, x in zip(bucket.segments, arrays, strict=True):
             pieces[s.leaf].append(x.reshape(-1) if math.prod(layout.shapes[s.leaf]) > s.size else x)
     leaves = [
-        _narrowed((concatenated(parts) if parts else jnp.zeros(0)).reshape(shape), dtype)
+        _narrowed((concatenated(parts) if parts else jnp.zeros(0)).reshape(shape), dtype, keep_infinities)
         for parts, shape, dtype in zip(pieces, layout.shapes, layout.dtypes, strict=True)
     ]
     return jax.tree_util.tree_unflatten(layout.treedef, leaves)
@@ -144,9 +144,12 @@ def count_beyond_range(layout: Layout, buckets: Sequence[Sequence[Array]]) -> Ar
     return sum(counts, jnp.int32(0))
 
 
-def _narrowed(x: Array, dtype: np.dtype) -> Array:
+def _narrowed(x: Array, dtype: np.dtype, keep_infinities: bool) -> Array:
     largest = _largest_if_narrow(dtype)
-    return (x if largest is None else jnp.clip(x, -largest, largest)).astype(dtype)
+    if largest is None:
+        return x.astype(dtype)
+    clipped = jnp.clip(x, -largest, largest)
+    return (jnp.where(jnp.isinf(x), x, clipped) if keep_infinities else clipped).astype(dtype)
 
 
 def _largest_if_narrow(dtype: np.dtype) -> float | None:

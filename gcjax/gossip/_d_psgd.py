@@ -78,7 +78,13 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
             weight = jnp.asarray(receiver_weights)[inputs.rank]
             for k, x in enumerate(models):
                 changes[k] += weight * (send(x, to, inputs.axes) - x)
-        degree = jnp.asarray(neighbours(graph, workers)[1])[inputs.rank]
+        degrees = neighbours(graph, workers)[1]
+        if (most := int(degrees.max()) * length) >= 2**32:
+            raise ValueError(
+                f"a worker sends {most:,} entries in one exchange, and gcjax.gossip counts to {2**32 - 1:,}; give a "
+                'graph of fewer neighbours such as "ring", or use gcjax.gossip.swarm_average'
+            )
+        degree = jnp.asarray(degrees, jnp.uint32)[inputs.rank]
         return ExchangeResult(leaves_of(inputs.layout, changes), method, degree * length, True)
 
     return periodic_exchange(lambda params: (), [Exchange(exchange, 1)], 1, axis_name)

@@ -21,6 +21,7 @@ from gcjax._kernels.hashing import quick_bits, uniform
 from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_integer
 
+FINEST = 2.0**-24  # of a vector's largest entry: float32 resolves nothing finer, so no scale needs to be
 _LIMIT = 1 << 30  # larger integers could overflow int32
 _STRIDE = 0x9E3779B1  # prime, near 2**32 / golden ratio: neighbouring places get distant numbers
 

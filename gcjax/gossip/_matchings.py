@@ -10,7 +10,8 @@ MOST_MATCHINGS = 64  # each is a branch of the compiled program
 def rounds(graph: Graph, n: int) -> np.ndarray:
     """int32[k, n]: in round r node i sends to [r, i], or to nobody if that is i. Every edge is in exactly one round.
 
-    Nobody receives from two nodes in one round. In an undirected graph each round is a matching, so an involution.
+    Nobody receives from two nodes in one round. In an undirected graph each round is a matching, so an involution,
+    unless the graph is "exponential" of three nodes.
     """
     linked = adjacency(graph, n)
     everyone = np.arange(n, dtype=np.int32)
@@ -32,9 +33,10 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
     """int32[k, n]: matchings `partner` (an involution; partner[i] == i sits out) of an undirected graph.
 
     An SPMD program can draw one of them with equal chances; it cannot draw any matching, because a permutation of
-    devices must be known at compile time. Every matching is maximal, together they connect the graph, and k is at most
-    64. For the complete graph they are a round-robin tournament (64 of its rounds for more workers), for an even ring
-    its two halves, and so on. If one worker must sit out, it is not always the same one.
+    devices must be known at compile time. Every matching is maximal, and together they connect the graph. k is at most
+    64, unless it takes more to connect the graph: a star of n nodes needs n - 1. For the complete graph they are a
+    round-robin tournament (64 of its rounds for more workers), for an even ring its two halves, and so on. If one
+    worker must sit out, it is not always the same one.
 
     Averaging over a random matching is a projection W. The expected fall of the squared distance from the mean,
     1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn, so a tournament does as well as all perfect
@@ -53,16 +55,23 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
         step = np.arange(n)
         partner = np.where(step == 0, 0, np.where(step % 2, step + 1, step - 1))  # 0 sits out
         return np.array([(np.roll(partner, by) + by) % n for by in range(n)], np.int32)
-    family = rounds(graph, n)
+    family = _tournament(n) if linked.sum() == n * (n - 1) else rounds(graph, n)
     if not all(_is_maximal(linked, partner) for partner in family):
         return _balanced(linked)
-    seed = 0
-    while len(family) > MOST_MATCHINGS:
-        chosen = np.random.default_rng(seed).choice(len(family), MOST_MATCHINGS, replace=False)
-        if _connects(family[chosen]):
-            family = family[chosen]
-        seed += 1
-    return family
+    return _drawn(family) if len(family) > MOST_MATCHINGS else family
+
+
+def _drawn(family: np.ndarray) -> np.ndarray:
+    """At most `MOST_MATCHINGS` of the matchings, or as many as connect what all of them do."""
+    smallest = np.arange(family.shape[1])  # of each node, the smallest node that it is connected with
+    joining: list[int] = []
+    others: list[int] = []
+    for r in np.random.default_rng(0).permutation(len(family)):
+        before = smallest.copy()
+        for i, j in enumerate(family[r] if smallest.any() else ()):
+            smallest[smallest == max(smallest[i], smallest[j])] = min(smallest[i], smallest[j])
+        (others if (smallest == before).all() else joining).append(r)
+    return family[(joining + others)[: max(len(joining), MOST_MATCHINGS)]]
 
 
 def _tournament(n: int) -> np.ndarray:
@@ -113,14 +122,14 @@ def _is_maximal(linked: np.ndarray, partner: np.ndarray) -> bool:
 
 
 def _balanced(linked: np.ndarray) -> np.ndarray:
-    """Maximal matchings that prefer nodes that sat out often and edges that were used seldom."""
+    """Maximal matchings that prefer edges never used, then nodes that sat out often and edges used seldom."""
     n, rng, ends = len(linked), np.random.default_rng(0), np.argwhere(np.triu(linked))
     used, sat_out = np.zeros(len(ends)), np.zeros(n)
     family: list[np.ndarray] = []
     least = min(2 * linked.sum(1).max(), MOST_MATCHINGS)
     while len(family) < least or not _connects(np.array(family)):
         partner = np.arange(n, dtype=np.int32)
-        for e in np.argsort(used - sat_out[ends].sum(1) + rng.random(len(ends))):
+        for e in np.lexsort((used - sat_out[ends].sum(1) + rng.random(len(ends)), used > 0)):
             i, j = ends[e]
             if partner[i] == i and partner[j] == j:
                 partner[i], partner[j] = j, i

@@ -150,8 +150,8 @@ def periodic_exchange(
                 own = flatten(params_layout, part(params))
                 inputs = ExchangeInput(layout, params_layout, own, local, number, axes, workers, rank)
                 result = exchange.run(inputs, method)
-                total, method = unflatten(layout, jax.tree.map(jnp.add, local, result.changes)), result.method
-                updates = merge_params(total, whole)
+                total, method = jax.tree.map(jnp.add, local, result.changes), result.method
+                updates = merge_params(unflatten(layout, total, keep_infinities=True), whole)
                 words = words + jnp.asarray(result.words, jnp.uint32)
                 took_part, failed = took_part | result.took_part, failed | result.failed
             return jax.tree.map(vary_like, (updates, traffic.after(words, took_part, failed), method), old)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
-from gcjax._training.checks import checked_axes
+from gcjax._training.checks import check_compressors, check_model_state, check_params, checked_axes
 from gcjax._training.sharding import distribute
 from gcjax._training.step import Metrics, TrainState, TrainStep
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
@@ -64,7 +64,10 @@ class GossipStep(TrainStep):
         """The state before the first step, on the mesh; the arguments stay valid."""
         if key is not None:
             check_random_key("key", key)
+        check_params(params, params)
+        check_model_state(model_state)
         opt_state = self._tx.init(params)
+        check_compressors(opt_state, self._axes)
         gossip_axes = find_gossip_state(opt_state).traffic.axes
         if gossip_axes != self._axes:
             raise ValueError(

@@ -30,7 +30,7 @@ from gcjax._kernels.layout import layout_of
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_random_key
 from gcjax.gossip._graphs import Graph, check_graph
-from gcjax.gossip._lattice import decode, encode_points, lattice_points, margin, scale_for
+from gcjax.gossip._lattice import FINEST, decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._matchings import matchings
 from gcjax.gossip._periodic import (
     Exchange,
@@ -44,7 +44,6 @@ from gcjax.gossip._periodic import (
 
 _SLACK = 2.0  # margin over the largest distance seen, before the scale is rounded up to a power of two
 _DECAY = 0.8  # of the remembered margin, per exchange
-_FINEST = 2.0**-24  # of a leaf's largest entry: float32 resolves nothing finer
 
 
 def swarm_average(
@@ -88,8 +87,8 @@ def swarm_average(
         known yet).
 
     **Randomness**: matchings and roundings are the same draws on all workers. **Bias**: none; the mean over the workers
-    is kept up to rounding errors of float32. **Non-finite input** reaches the partners and stays visible: put
-    `optax.apply_if_finite` around the optimiser before this transform, not around the chain, because a worker that
+    is kept up to rounding errors of the parameters' dtype. **Non-finite input** reaches the partners and stays visible:
+    put `optax.apply_if_finite` around the optimiser before this transform, not around the chain, because a worker that
     skips an exchange would leave the others waiting.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
@@ -168,7 +167,7 @@ def _on_lattice(
     theirs = [decode(words, x, s, bits) for words, x, s in zip(swap(payloads), arrays, scales, strict=True)]
     own = [p.astype(jnp.float32) * s for (p, _), s in zip(points, scales, strict=True)]
     distances = [x - y for (x, _), y in zip(theirs, own, strict=True)]
-    finest = [margin(_FINEST, bits) * g.maxima(jnp.abs(x))[0] for g, x in zip(groups, arrays, strict=True)]
+    finest = [margin(FINEST, bits) * g.maxima(jnp.abs(x))[0] for g, x in zip(groups, arrays, strict=True)]
 
     failed = paired & ~jnp.all(jnp.stack([ok for _, ok in theirs]))
     wanted = _wanted_margins(groups, distances, finest, paired)

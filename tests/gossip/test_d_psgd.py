@@ -1,9 +1,14 @@
 """`d_psgd` against a product with the mixing matrix, and what moves."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gossip_workers import BUCKET, Workers, assert_same, normal, totals
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
 
+import gcjax
 from gcjax import gossip
 from gcjax.gossip._graphs import mixing_matrix
 from gcjax.gossip._matchings import rounds
@@ -31,3 +36,49 @@ def test_update_is_mixing_matrix_product_plus_local_update(graph, workers):
     assert len(moved) == len(rounds(graph, workers))
     degree = ((weights > 0).sum(0) - 1) * 3
     np.testing.assert_array_equal(info.bits, 32 * BUCKET * degree)
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
+def test_axes_in_any_order_number_the_workers(axes):
+    mesh, graph = jax.make_mesh((2, 3), ("x", "y"), devices=jax.devices()[:6]), [(0, i) for i in range(1, 6)]
+    tx, models = gossip.d_psgd(graph, axis_name=axes), np.arange(1.0, 7, dtype=np.float32)
+    state = gcjax.distribute(tx.init(jnp.zeros(1)), mesh)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(axes), gcjax.state_specs(state)), out_specs=P(axes))
+    def step(model, state):
+        return model + tx.update(jnp.zeros_like(model), state, model)[0]
+
+    mixed = step(jax.device_put(models, jax.NamedSharding(mesh, P(axes))), state)
+    np.testing.assert_allclose(mixed, mixing_matrix(graph, 6) @ models, rtol=1e-6)
+
+
+def test_an_infinite_float16_model_stays_visible():
+    tx = gossip.d_psgd("ring", axis_name="data")
+    state = gcjax.distribute(tx.init(jnp.zeros(2, jnp.float16)), mesh_of(2))
+
+    @jax.shard_map(mesh=mesh_of(2), in_specs=(P("data"), gcjax.state_specs(state)), out_specs=P("data"))
+    def step(model, state):
+        return model + tx.update(jnp.zeros_like(model), state, model)[0]
+
+    models = jax.device_put(jnp.float16([jnp.inf, 1, 2, 3]), jax.NamedSharding(mesh_of(2), P("data")))
+    mixed = np.asarray(jax.jit(step)(models, state))
+    assert not np.isfinite(mixed[[0, 2]]).any()
+    np.testing.assert_array_equal(mixed[[1, 3]], 2)
+
+
+def test_more_entries_than_are_counted_raise():
+    tx, model = gossip.d_psgd([(0, 1), (0, 2), (0, 3)], axis_name="data"), [jax.ShapeDtypeStruct((1 << 28,), "f4")] * 6
+    state = jax.eval_shape(tx.init, model)
+    update = jax.shard_map(
+        lambda model, state: tx.update(model, state, model)[0],
+        mesh=mesh_of(4),
+        in_specs=(P("data"), gcjax.state_specs(state)),
+        out_specs=P("data"),
+    )
+    models = [jax.ShapeDtypeStruct((1 << 30,), "f4")] * 6
+    state = jax.eval_shape(lambda: gcjax.distribute(tx.init([jnp.zeros(1)] * 6), mesh_of(4)))
+    with pytest.raises(
+        ValueError, match=r"sends 4,831,838,208 entries .* counts to 4,294,967,295; give a graph of fewer"
+    ):
+        jax.eval_shape(update, models, state)

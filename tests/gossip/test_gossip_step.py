@@ -48,6 +48,11 @@ def test_chain_without_gossip_over_the_same_axes_raises():
             gossip.make_train_step(loss_fn, tx, mesh_of(2)).init({"w": jnp.zeros(5)})
     with pytest.raises(ValueError, match="axis_name='model' must name axes of the mesh"):
         gossip.make_train_step(loss_fn, gossip.d_psgd(axis_name="model"), mesh_of(2), axis_name="model")
+    step = gossip.make_train_step(loss_fn, gossip.d_psgd(axis_name="data"), mesh_of(2))
+    with pytest.raises(TypeError, match=r"model_state\['k'\] is a random key"):
+        step.init({"w": jnp.zeros(5)}, model_state={"k": KEY})
+    with pytest.raises(TypeError, match=r"params\['w'\] has dtype int32, which cannot be trained"):
+        step.init({"w": jnp.zeros(5, int)})
     with pytest.raises(ValueError, match="accumulate must be at least 1, got 0"):
         gossip.make_train_step(loss_fn, gossip.d_psgd(axis_name="data"), mesh_of(2), accumulate=0)
 

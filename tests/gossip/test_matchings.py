@@ -7,6 +7,9 @@ from graph_cases import DIRECTED, UNDIRECTED
 from gcjax.gossip._graphs import adjacency
 from gcjax.gossip._matchings import matchings, rounds
 
+DOUBLE_STAR = [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6)]  # the bridge is in few maximal matchings
+STAR_OF_70 = [(0, i) for i in range(1, 70)]  # each matching is one edge, so it takes 69
+
 
 @pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, *DIRECTED])
 def test_rounds_use_every_edge_once(graph, n):
@@ -32,7 +35,7 @@ def test_named_graphs_need_few_rounds():
     assert {case: len(rounds(*case)) for case in few} == few
 
 
-@pytest.mark.parametrize(("graph", "n"), UNDIRECTED)
+@pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, ("exponential", 3), (DOUBLE_STAR, 7), (STAR_OF_70, 70)])
 def test_matchings_are_maximal_involutions_along_edges(graph, n):
     linked, everyone, seen = adjacency(graph, n), np.arange(n), np.zeros((n, n), bool)
     for partner in matchings(graph, n):

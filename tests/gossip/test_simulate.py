@@ -7,6 +7,7 @@ import optax
 import pytest
 from simulated_nodes import KEY, RATE, SIZE, full, gradient, least_squares, simulate
 
+import gcjax
 from gcjax import gossip
 from gcjax.gossip._simulate.nodes import make_trainer
 
@@ -53,6 +54,19 @@ def test_failed_exchanges_change_nothing_and_cost_bits():
     np.testing.assert_allclose(never.consensus_distance[-1], np.linalg.norm(alone[0] - alone[1]) / 2, rtol=1e-4)
     assert never.bits[-1] == 64 * SIZE * never.events[-1] / 2
     assert always.consensus_distance[-1] < 0.2 * never.consensus_distance[-1]
+
+
+@pytest.mark.parametrize("algorithm", ["swarm", "allreduce", full("local_sgd"), full("d_psgd"), full("sgp")])
+def test_models_in_bfloat16_are_trained(algorithm):
+    start = np.ones(SIZE, jnp.bfloat16)
+    curves = simulate(algorithm=algorithm, params=start, tx=optax.sgd(0.1))
+    assert curves.params.dtype == jnp.bfloat16
+    assert np.abs(np.float32(curves.params) - 1).max() > 0.05
+
+
+def test_models_that_hardly_move_need_no_second_message():
+    curves = simulate(nodes=4, params=np.ones(SIZE, np.float32), tx=optax.sgd(1e-6), bits=16)
+    assert curves.resent[-1] == 0
 
 
 @pytest.mark.parametrize("algorithm", ["swarm", "d_psgd", "sgp", full("ad_psgd"), full("local_sgd"), full("allreduce")])
@@ -120,6 +134,7 @@ def test_progress_is_reported_and_metrics_may_be_a_tree():
         ({"world": gossip.World(step_seconds=0.0)}, r"step_seconds must be in \(0, inf\)"),
         ({"world": gossip.World(drop=1.0)}, r"drop must be in \[0, 1\)"),
         ({"world": gossip.World(delay=-1.0)}, "delay must be in"),
+        ({"world": gossip.World(gcjax.Link(1e9, 1e-3, efficiency=0.0))}, r"efficiency must be in \(0, 1\]"),
     ],
 )
 def test_bad_values_raise(options, message):

@@ -102,6 +102,7 @@ def test_all_processes_stop_before_the_same_step(group):
 
 def test_info_reports_the_own_workers(group):
     for found in group:
+        assert found["gossip info"] == [0] * DEVICES
         assert found["info"][:2] == [[DEVICES], [DEVICES]]
         assert found["info"][2] > 0
 

@@ -18,7 +18,8 @@ class World(NamedTuple):
     Attributes:
       link: every node's own link to all others.
       step_seconds: mean seconds of one gradient step: a number, or one for every node. A straggler has a large one.
-      delay: seconds that a message needs beyond the link's.
+      delay: seconds that a message needs beyond the link's. If nodes do not wait for each other, only what a node
+        changes in its partner's copy is late; it reads that copy at once.
       drop: probability that an exchange of two nodes fails, both ways. Both then keep what they have.
     """
 
@@ -51,6 +52,7 @@ def check_world(world: World, nodes: int) -> np.ndarray:
     if not isinstance(world.link, Link):
         raise TypeError(f"link must be a gcjax.Link, got {world.link!r}")
     check_number("bits_per_second", world.link.bits_per_second, 0)
+    check_number("efficiency", world.link.efficiency, 0, 1)
     check_number("latency", world.link.latency, 0, low_included=True)
     check_number("delay", world.delay, 0, low_included=True)
     check_number("drop", world.drop, 0, 1, low_included=True, high_included=False)

@@ -12,7 +12,7 @@ from gcjax._kernels.bits import TINY
 from gcjax._kernels.buckets import vector_bucket
 from gcjax._types import Array, ArrayLike, PyTree
 from gcjax.gossip._graphs import Graph
-from gcjax.gossip._lattice import decode, encode_points, lattice_points, scale_for
+from gcjax.gossip._lattice import FINEST, decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._simulate.clocks import Events, World, meetings, message_bits
 from gcjax.gossip._simulate.nodes import Simulation, Trainer, distance_from_mean, running_sums
 
@@ -217,7 +217,9 @@ def _exchange(
     half = jnp.where(meets, 0.5, 0.0)
     if bits is None:
         return half * (models[::-1] - models), distance, 0
-    scale = scale_for(SLACK * jnp.maximum(jnp.maximum(distance, moved), TINY), bits)
+    finest = margin(FINEST, bits) * jnp.max(jnp.abs(models), axis=1)
+    likely = SLACK * jnp.maximum(jnp.maximum(distance, moved), TINY)
+    scale = scale_for(jnp.maximum(likely, finest), bits)
     key, bucket = trainer.event_key(e), vector_bucket(models.shape[1])
     arrays = jax.vmap(lambda x: bucket.join([x]))(models)
     points, in_range = jax.vmap(lambda x, s: lattice_points(x, s, key))(arrays, scale)

@@ -59,7 +59,7 @@ class Trainer(NamedTuple):
             return optax.apply_updates(params, updates), opt_state
 
         params, opt_state = lax.fori_loop(0, count, step, (self.unravel(x), opt_state))
-        return ravel_pytree(params)[0], opt_state
+        return ravel_pytree(params)[0].astype(jnp.float32), opt_state
 
     def local_steps_of_all(
         self, data: PyTree, x: Array, opt_state: PyTree, done: ArrayLike, count: ArrayLike

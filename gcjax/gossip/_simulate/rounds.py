@@ -110,7 +110,8 @@ def _large_batch(trainer: Trainer, state: RoundState, data: PyTree, r: Array) ->
     params = trainer.unravel(state.models)
     grad = jax.grad(lambda p: jnp.mean(jax.vmap(lambda batch: trainer.loss_fn(p, batch))(batches)))(params)
     updates, opt_state = trainer.tx.update(grad, state.opt_state, params)
-    return RoundState(ravel_pytree(optax.apply_updates(params, updates))[0], opt_state, state.weight)
+    model = ravel_pytree(optax.apply_updates(params, updates))[0].astype(jnp.float32)
+    return RoundState(model, opt_state, state.weight)
 
 
 def _local_sgd(trainer: Trainer, state: RoundState, data: PyTree, r: Array, local_steps: int) -> RoundState:
