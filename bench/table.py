@@ -7,7 +7,7 @@ current are run again.
     python -m bench.table --data DIR                         # --size small: a CNN, for 2 CPU cores; hours
     python -m bench.table --data DIR --size long             # 30 epochs in place of 6
     python -m bench.table --data DIR --size hundred --rows dense "variance 0.5"  # or 100
-    python -m bench.table --data DIR --size vgg --rows dense "hybrid 0.1"  # the paper's network, narrow: half an hour a run
+    python -m bench.table --data DIR --size vgg --rows dense "hybrid 0.1"  # the paper's network, narrow
     python -m bench.table --data DIR --rows dense "variance 1.5" --optimisers adam --seeds 3
     python -m bench.table --data DIR --size paper            # the paper's network and 300 epochs, for GPUs; not yet run
     python -m bench.table --report                           # table and plot again, from the result file

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from common.cli import Parser, Problem, above_zero
 from common.networks import Transformer
-from common.options import add_training
+from common.options import add_training, check_training
 from common.text import load_text, windows
 from common.training import Task, train
 
@@ -120,6 +120,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=real, default=0.8, help="of the sample: 1 as learned, lower is safer")
     add_training(parser, workers=8, batch=4, epochs=3, learning_rate=3e-3)
     args = parser.parse_args(arguments)
+    check_training(parser, args)
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     return args

@@ -24,7 +24,7 @@ from common import networks
 from common.cli import Parser, Problem, above_zero
 from common.folders import load_folder
 from common.images import CIFAR_MEAN, CIFAR_STD, flip_and_crop, load_cifar10, normalise
-from common.options import add_training
+from common.options import add_training, check_training
 from common.training import Task, train, whole_batch_norm
 
 
@@ -84,7 +84,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=count, help="features of its first layer")
     parser.add_argument("--images", type=count, help="train only on this many images")
     add_training(parser, workers=8, batch=64, epochs=6, learning_rate=2e-3)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    check_training(parser, args)
+    if args.model == "cnn" and (args.width or 8) % 8:
+        parser.error(f"--width {args.width} must be a multiple of 8, the groups of the normalisation")
+    return args
 
 
 def load_data(args: argparse.Namespace) -> Sequence[np.ndarray]:

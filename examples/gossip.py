@@ -62,9 +62,9 @@ def swarm(args: argparse.Namespace, key: jax.Array, **options: Any) -> optax.Gra
 
 
 # By key: title, and what makes the transform. The all-reduce is local SGD of one step: with SGD, averaging the models
-# after every step equals averaging the gradients.
+# after every step equals averaging the gradients. With AdamW and Muon it does not, as each worker has its own moments.
 ALGORITHMS = {
-    "all-reduce": ("all-reduce", lambda args, key: gossip.local_sgd(1, axis_name="data")),
+    "all-reduce": ("all-reduce of models", lambda args, key: gossip.local_sgd(1, axis_name="data")),
     "local": ("local SGD", lambda args, key: local_sgd(args)),
     "d-psgd": ("D-PSGD, ring", lambda args, key: gossip.d_psgd("ring", axis_name="data")),
     "sgp": ("SGP, exponential", lambda args, key: gossip.sgp("exponential", axis_name="data")),

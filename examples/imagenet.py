@@ -33,7 +33,7 @@ from common import launch, networks
 from common.cli import Parser, Problem, above_zero
 from common.folders import Decoders, Images, find_images
 from common.images import normalise
-from common.options import add_training
+from common.options import add_training, check_training
 from common.training import Task, place_batches, train, whole_batch_norm
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -140,6 +140,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(weight_decay=1e-4, warmup_epochs=5.0)
     args = parser.parse_args(arguments)
     launch.check_options(parser, args)
+    check_training(parser, args)
     return args
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from common import launch
 from common.checkpoints import Checkpoints, make_record, settings_of
-from common.cli import Parser, Problem, Stopped, above_zero, progress_bar
+from common.cli import Parser, Problem, Stopped, above_zero, progress_bar, seed
 from common.images import load_digits
 from common.mlp import Params, init_params, logits, loss_fn
 from jax.experimental import multihost_utils
@@ -167,7 +167,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=300, help="training steps")
     parser.add_argument("--batch", type=count, default=32, help="images per worker and step")
     parser.add_argument("--learning-rate", type=real, default=2e-3, help="of Adam")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches, the same for all")
+    parser.add_argument("--seed", type=seed, default=0, help="of the parameters and batches, the same for all")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; without it there are none")
     parser.add_argument(
         "--checkpoint-every", type=count, default=100, metavar="STEPS", help="steps between checkpoints"
@@ -179,6 +179,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     launch.check_options(parser, args)
     if args.resume and not args.out:
         parser.error("--resume needs --out, the folder with the checkpoints")
+    if args.allow and not (args.resume or args.elastic):
+        parser.error("--allow names what may differ from a checkpoint: it needs --resume")
     if args.local and not args.devices_per_process:
         args.devices_per_process = 1
     return args

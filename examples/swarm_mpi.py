@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from common.board import BEAT, DONE, REPORTED, RUNNING, STATE, STEPS, Board, Peers
-from common.cli import Parser, above_zero
+from common.cli import Parser, above_zero, seed
 from tqdm import tqdm
 
 if TYPE_CHECKING:
@@ -207,9 +207,13 @@ def launch(args: argparse.Namespace) -> int:
     if mpiexec is None:
         print("swarm_mpi.py: there is no mpiexec. Install one: pip install '.[mpi]'", file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    for old in args.out.glob("swarm_*.json"):
-        old.unlink()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"swarm_mpi.py: --out: cannot make the folder {str(args.out)!r} ({error.strerror})", file=sys.stderr)
+        return 2
+    for old in (args.out / "swarm_mpi.json", *args.out.glob("swarm_node[0-9]*.json")):
+        old.unlink(missing_ok=True)
     where = ["-f", str(args.hostfile)] if args.hostfile else []
     command = [mpiexec, *where, "-n", str(args.nodes), sys.executable, *sys.argv, "--process", "watch"]
     single = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -265,7 +269,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=real, default=3.0, help="seconds of silence after which a node counts as lost"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and batches")
+    parser.add_argument("--seed", type=seed, default=0, help="of the parameters and batches")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for swarm_mpi.json")
     parser.add_argument("--process", choices=("launch", "watch", "work"), default="launch", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

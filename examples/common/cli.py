@@ -62,6 +62,13 @@ def from_zero(text: str) -> float:
     return value
 
 
+def seed(text: str) -> int:
+    """Parse a whole number of 32 bits, 0 or above."""
+    if not (text.isdecimal() and int(text) < 1 << 32):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {(1 << 32) - 1}, got {text!r}")
+    return int(text)
+
+
 def progress_bar(**options: Any) -> tqdm:
     """A bar on stdout; a line every 30 seconds where that is no terminal, for logs."""
     seconds = 0.1 if sys.stdout.isatty() else 30.0

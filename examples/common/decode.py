@@ -30,7 +30,8 @@ def decode(path: str, size: int, seed: Sequence[int] | None = None, margin: floa
       uint8[size, size, 3], RGB.
 
     Raises:
-      ValueError: it has more than `MOST_PIXELS` pixels, which take 4 bytes each at worst.
+      ValueError: it has more than `MOST_PIXELS` pixels, which take 4 bytes each at worst; or more than 8 bits a
+        channel.
     """
     with Image.open(path) as image:  # reads no pixels yet
         width, height = image.size
@@ -43,6 +44,8 @@ def decode(path: str, size: int, seed: Sequence[int] | None = None, margin: floa
         image.draft(None, (width * size / (right - left), height * size / (bottom - top)))
         across, down = image.size[0] / width, image.size[1] / height
         box = left * across, top * down, min(right * across, image.size[0]), min(bottom * down, image.size[1])
+        if image.mode[0] in "IF":  # which Pillow would cut off at 255
+            raise ValueError(f"has the mode {image.mode}, of more than 8 bits; convert it to 8 bits")
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         pixels = np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     return pixels[:, ::-1] if rng is not None and rng.random() < 0.5 else pixels

@@ -164,7 +164,7 @@ class Launcher:
         """Note which beats have changed, and how far training is."""
         now, found = time.monotonic(), {}
         for path in self.beats.glob("[!.]*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it was just replaced: of a network file system also ESTALE
                 said, known = json.loads(path.read_text()), self.hosts.get(path.name)
                 beaten = None if known is None else known.beaten if said == known.said else now
                 found[path.name] = Host(said, now if path.name == self.own else beaten)

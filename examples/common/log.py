@@ -20,6 +20,7 @@ import gcjax
 from common.checkpoints import Checkpoints, json_value, make_record, settings_of
 from common.cli import Problem, Stopped
 
+RESIZING = {"workers", "batch", "images", "context"}  # options that may change the number of steps of an epoch
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
 
 
@@ -70,7 +71,7 @@ class Log:
         state, record = self.checkpoints.start(state, self.args)
         if record is None:
             return 0, 0, state
-        if record["steps"] != self.steps and not self.args.allow:
+        if record["steps"] != self.steps and not RESIZING & {name.lstrip("-") for name in self.args.allow}:
             raise Problem(
                 f"--resume: the checkpoint is of a run with {record['steps']} steps in an epoch, and here are "
                 f"{self.steps}: these are other data"
@@ -80,14 +81,15 @@ class Log:
         return record["epoch"], record["number"] * self.steps // record["steps"], state
 
     def add_step(self, epoch: int, state: gcjax.TrainState, metrics: gcjax.Metrics, begin: float) -> dict[str, Any]:
-        """Wait for a step that began at the time `begin`, and return its row."""
+        """Wait for a step that began at the time `begin`, and return its row. The loss is of this process's workers."""
         loss = float(np.mean([shard.data[0] for shard in metrics.loss.addressable_shards]))  # waits for the step
         seconds = time.perf_counter() - begin
         sent = gcjax.info(state.opt_state)
         entries = float(sent.sent.mean())
         self.totals["sent"] += entries
         self.totals["wire_bytes"] += sent.wire_bytes
-        self.totals["dense_bytes"] += sent.wire_ratio * sent.wire_bytes
+        if sent.wire_bytes:  # otherwise the ratio is of nothing
+            self.totals["dense_bytes"] += sent.wire_ratio * sent.wire_bytes
         self.totals["payload_bits"] += float(sent.payload_bits.mean())
         row = {
             "step": int(state.step),

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 import gcjax
-from common.cli import Problem, above_zero, from_zero
+from common.cli import Problem, above_zero, from_zero, seed
 
+MICROBATCHES = 4  # parts of a worker's batch that --squares microbatches looks at
 SCHEDULES = ("halve", "steps", "cosine", "constant")
 MethodChoice = tuple[str, dict[str, Any]]  # name without `_compress`, options
 
@@ -42,7 +44,8 @@ def parse_method(text: str) -> MethodChoice:
             raise ValueError
         name = call.func.id
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError):
+        json.dumps(options)  # as a checkpoint holds them
+    except (SyntaxError, TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"must be like 'top_k(density=0.01)', got {text!r}") from None
     if name not in method_names():
         raise argparse.ArgumentTypeError(f"gcjax has no method {name!r}; it has {', '.join(method_names())}")
@@ -52,7 +55,9 @@ def parse_method(text: str) -> MethodChoice:
     return name, options
 
 
-def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> optax.GradientTransformationExtraArgs:
+def make_compressor(
+    chosen: MethodChoice, axis_name: str | None, steps: int, ahead: int = 0
+) -> optax.GradientTransformationExtraArgs:
     """Make the transform of a method.
 
     Call it after the number of devices is set: a random key is put on a device.
@@ -62,6 +67,7 @@ def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> 
         option `alpha` of two numbers goes from the first to the second, by the same factor in every step.
       axis_name: mesh axis of the workers, None for a single worker.
       steps: of the run.
+      ahead: by how many steps such an alpha is further than the transform has counted.
 
     Raises:
       Problem: the method rejects its options.
@@ -72,9 +78,13 @@ def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> 
     if needs_key is not None and needs_key.default is inspect.Parameter.empty:
         options = {"key": 0, **options}
     if isinstance(options.get("key"), int):
+        if not 0 <= options["key"] < 1 << 32:
+            raise Problem(
+                f"--method {name}: key must be a whole number from 0 to {(1 << 32) - 1}, got {options['key']}"
+            )
         options = {**options, "key": jax.random.key(options["key"])}
     if isinstance(alpha := options.get("alpha"), tuple):
-        options = {**options, "alpha": _geometric(name, alpha, steps)}
+        options = {**options, "alpha": later(_geometric(name, alpha, steps), ahead)}
     try:
         return make(**options, axis_name=axis_name)
     except (TypeError, ValueError) as error:
@@ -90,6 +100,11 @@ def _geometric(name: str, ends: tuple, steps: int) -> optax.Schedule:
 
 def _factory(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     return getattr(gcjax, f"{name}_compress")
+
+
+def later(schedule: optax.Schedule, ahead: int) -> optax.Schedule:
+    """The schedule, `ahead` steps further than it is asked for."""
+    return (lambda step: schedule(step + ahead)) if ahead else schedule
 
 
 def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_epochs: float = 0.0) -> optax.Schedule:
@@ -120,8 +135,15 @@ def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_ep
 def make_optimiser(
     name: str, rate: optax.Schedule, momentum: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """Adam, or SGD with momentum. Weight decay is added to the averaged gradient, after compression."""
-    decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
+    """Adam, or SGD with momentum. Weight decay is added to the averaged gradient, after compression.
+
+    It leaves out biases and the scales of normalisations, as Goyal et al. 2017 (arXiv 1706.02677) do.
+    """
+
+    def matrices(params):
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    decay = [optax.add_decayed_weights(weight_decay, matrices)] if weight_decay else []
     rule = optax.adam(rate) if name == "adam" else optax.sgd(rate, momentum or None)
     return optax.chain(*decay, rule)
 
@@ -143,7 +165,7 @@ def add_training(
         "with 'variance(alpha=(0.1, 2))' alpha grows during the run"
     )
     parser.add_argument("--method", type=parse_method, default="variance(alpha=0.5)", help=text)
-    text = "of variance: squares of samples, of 4 parts of the batch, or of the whole batch's gradient"
+    text = f"of variance: squares of samples, of {MICROBATCHES} parts of the batch, or of the whole batch's gradient"
     parser.add_argument("--squares", choices=("samples", "microbatches", "batch"), default="samples", help=text)
     parser.add_argument("--workers", type=count, default=workers, help="data-parallel workers, one a device")
     parser.add_argument("--batch", type=count, default=batch, help="samples per worker and step")
@@ -155,13 +177,13 @@ def add_training(
         "--momentum", type=from_zero, default=0.9, help="of sgd; 0 for methods with momentum of their own"
     )
     parser.add_argument(
-        "--weight-decay", type=from_zero, default=0.0, help="share of the parameters added to the gradient"
+        "--weight-decay", type=from_zero, default=0.0, help="share of weights, not of biases, added to the gradient"
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default=schedule, help="of the learning rate")
     parser.add_argument(
         "--warmup-epochs", type=from_zero, default=0.0, help="over which the learning rate rises from 0"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of parameters, batches and augmentation")
+    parser.add_argument("--seed", type=seed, default=0, help="of parameters, batches and augmentation")
     text = "go on from the last checkpoint in --out, with the same options"
     parser.add_argument("--resume", action="store_true", help=text)
     text = (
@@ -170,3 +192,11 @@ def add_training(
     parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help=text)
     text = "steps between checkpoints; by default there is one after each epoch"
     parser.add_argument("--checkpoint-every", type=count, metavar="STEPS", help=text)
+
+
+def check_training(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with an error if options of `add_training` contradict each other."""
+    if args.allow and not args.resume:
+        parser.error("--allow names what may differ from a checkpoint: it needs --resume")
+    if args.method[0] == "variance" and args.squares == "microbatches" and args.batch % MICROBATCHES:
+        parser.error(f"--squares microbatches cuts a batch in {MICROBATCHES}: --batch {args.batch} must be a multiple")

@@ -18,7 +18,7 @@ from common import launch
 from common.checkpoints import settings_of
 from common.cli import Problem, progress_bar
 from common.log import Log
-from common.options import learning_rate, make_compressor, make_optimiser
+from common.options import MICROBATCHES, later, learning_rate, make_compressor, make_optimiser
 
 SAMPLE = "sample"  # the axis over which BatchNorm averages under value_and_moments
 PyTree = Any
@@ -73,7 +73,7 @@ def per_sample_squares(args: argparse.Namespace) -> bool:
 
 
 def microbatches(
-    loss_fn: Callable[..., Any], *, has_aux: bool, in_axes: tuple[int | None, ...], parts: int = 4
+    loss_fn: Callable[..., Any], *, has_aux: bool, in_axes: tuple[int | None, ...], parts: int = MICROBATCHES
 ) -> Callable[..., tuple[Any, tuple[PyTree, PyTree]]]:
     """Like `gcjax.value_and_moments`, with `parts` parts of the batch in place of its samples: an estimate."""
 
@@ -127,6 +127,8 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     with Log(args, task.steps) as log:
         first_epoch, done, state = log.start(state)
         initial = first_epoch * task.steps + done
+        if ahead := initial - int(state.step):  # --allow has changed the number of steps
+            step, _ = make_step(task, args, mesh, ahead)
         with progress_bar(total=total, initial=initial, unit="step", disable=not is_first) as bar:
             for epoch in range(first_epoch, args.epochs):
                 batches = exactly(task.steps - done, task.batches(epoch, done))
@@ -143,7 +145,8 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
                     if not math.isfinite(row["loss"]):
                         raise Problem(
                             f"the loss is {row['loss']} in step {row['step']}: training has diverged. A smaller "
-                            "--learning-rate may help; --resume goes on from the last checkpoint"
+                            "--learning-rate may help; --resume goes on from the last checkpoint. If it fails too, "
+                            f"that one is of a ruined model: remove the newest folder in {str(args.out)!r}/checkpoints"
                         )
                     if done < task.steps:
                         log.save(state, epoch, done)
@@ -155,12 +158,20 @@ def train(task: Task, args: argparse.Namespace) -> dict[str, Any]:
         return log.finish(parameters)
 
 
-def make_step(task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, gcjax.TrainState]:
-    """The training step, and the state to begin with. Raises Problem if the method rejects its options."""
+def make_step(
+    task: Task, args: argparse.Namespace, mesh: jax.sharding.Mesh, ahead: int = 0
+) -> tuple[Any, gcjax.TrainState]:
+    """The training step, and the state to begin with. Raises Problem if the method rejects its options.
+
+    Args:
+      task, args: as for `train`.
+      mesh: of the workers.
+      ahead: by how many steps schedules are further than the state has counted.
+    """
     total = args.epochs * task.steps
     rate = learning_rate(args.schedule, args.learning_rate, total, args.epochs, args.warmup_epochs)
-    optimiser = make_optimiser(args.optimiser, rate, args.momentum, args.weight_decay)
-    tx = optax.chain(make_compressor(args.method, "data", total), optimiser)
+    optimiser = make_optimiser(args.optimiser, later(rate, ahead), args.momentum, args.weight_decay)
+    tx = optax.chain(make_compressor(args.method, "data", total, ahead), optimiser)
     # Optimising the code that draws each parameter would take a third of all compile time.
     init = jax.jit(task.init, compiler_options={"xla_backend_optimization_level": 0})
     params, model_state = init(jax.random.key(args.seed))

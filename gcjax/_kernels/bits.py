@@ -12,6 +12,7 @@ few steps, which LLVM unrolls, and several operands: XLA hands those of one oper
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -68,6 +69,20 @@ def exponent(bits: Array) -> Array:
 def nearest_exponent(x: Array) -> Array:
     """Biased exponent of the power of two nearest to |x| (the mid-point 1.5 * 2**k goes up), int32."""
     return exponent(magnitude_bits(x) + jnp.uint32(_HALF))
+
+
+def rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """`x` with the exponent's and the mantissa's bits of `dtype`, but its own dtype. Subnormal numbers become 0.
+
+    XLA may leave out a conversion to a narrower dtype and back (xla_allow_excess_precision): what the rounding takes
+    away would then be lost. It never leaves out a reduction of precision.
+
+    >>> import jax.numpy as jnp
+    >>> print(rounded(jnp.float32(1.001), jnp.bfloat16))
+    1.0
+    """
+    of, to = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    return x if of.bits <= to.bits else lax.reduce_precision(x, to.nexp, to.nmant)
 
 
 def power_of_two(biased: Array) -> Array:

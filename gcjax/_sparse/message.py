@@ -23,12 +23,12 @@ class Message(NamedTuple):
 
     Attributes:
       values: float32[blocks, 32, 128].
-      mask: uint32[words], packed mask of the entries to send.
+      mask: uint32[words], packed mask of the entries to send, none of them padding.
       code: how values travel.
       bucket: where the leaves lie.
       capacities: numbers of slots, ascending. The smallest that holds every worker's entries is used.
       scales: uint32[leaves], the leaves' scales as `code.to_scale` makes them, or uint32[2 * leaves] for a code with
-        two scales per leaf. Codes without scales ignore it.
+        two scales per leaf. Codes without scales ignore it, others raise ValueError without it.
       key: this worker's random key for this step, for codes that draw random numbers.
       wire: layout of the entries, "compact" or "word"; see `gcjax._sparse.wire`.
       owner_density: share of its entries that an owner passes on in a step, the largest; None for all of which
@@ -46,6 +46,11 @@ class Message(NamedTuple):
     owner_density: float | None = None
 
     def header(self) -> "Header":
+        if self.code.scale_bits and self.scales is None:
+            raise ValueError(
+                "the message has no scales, which its code needs; give "
+                "scales=code.to_scale(the bits of each leaf's largest magnitude)"
+            )
         if self.scales is None or not self.code.scale_bits:
             return Header(self.code, jnp.zeros(0, jnp.uint32), None)
         return Header(self.code, self.scales, jnp.asarray(self.bucket.leaf_of_word()))

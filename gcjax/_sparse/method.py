@@ -24,7 +24,8 @@ def sparse_method(
 
     Args:
       select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
-        shape, the gradient plus the residual.
+        shape, the gradient plus the residual. It may choose no padding, where a is 0 and `bucket.valid_words()` has no
+        bit: other entries of the message would be wrong.
       capacity: capacity(bucket) -> slots of the payload, as `capacities_for` takes them.
       transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
 

@@ -75,7 +75,8 @@ class TwoPhase(NamedTuple):
         words, rounds = -(-message.bucket.words // workers), rounds_for(len(message.mask), workers)
         slots = tuple(_slots_per_owner(capacity, workers) for capacity in message.capacities)
         to_owners = Wire(message.wire, message.code.bits, WORD * words, in_groups(slots))
-        code = message.code if message.code.bits >= 16 else power_of_two_code(has_zero=True)
+        as_it_is = message.code.bits >= 16 and message.code.scale_sets == 1
+        code = message.code if as_it_is else power_of_two_code(has_zero=True)
         most, bounded = min(workers * to_owners.capacities[-1], WORD * words), message.owner_density is not None
         if message.owner_density is not None:
             most = max(min(most, math.ceil(message.owner_density * message.bucket.entries / workers)), WORD)

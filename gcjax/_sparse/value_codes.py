@@ -17,6 +17,7 @@ from gcjax._kernels.bits import (
     float_bits,
     nearest_exponent,
     power_of_two,
+    rounded,
     sign_bit,
     to_unit,
 )
@@ -38,8 +39,11 @@ class ValueCode(NamedTuple):
         index is each entry's place in the bucket and key this worker's for this step, for codes that draw
         random numbers; None else.
       decode: decode(code, *scales) -> float32, the inverse. Of codes with several scales per leaf it gets all of them.
-      round: round(x, scale) -> the value that the receivers of x see. Raises where it is drawn at random.
+      round: round(x, scale) -> the value that the receivers of x see. Raises where it is not known from these two.
       scale_sets: scales per leaf.
+
+    In two phases owners use a code of 16 bits or more and one scale per leaf too; it must then draw nothing at random.
+    Otherwise they use `power_of_two_code`.
     """
 
     bits: int
@@ -152,7 +156,7 @@ def float_code(bits: int) -> ValueCode:
 
     def encode(x, scale, index, key):
         del index, key
-        half = (x / unit(scale)).astype(jnp.float16)
+        half = rounded(x / unit(scale), jnp.float16).astype(jnp.float16)
         return lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32)
 
     def decode(code, scale):
@@ -160,7 +164,7 @@ def float_code(bits: int) -> ValueCode:
         return half.astype(jnp.float32) * unit(scale)
 
     def nearest(x, scale):
-        return decode(encode(x, scale, None, None), scale)
+        return rounded(x / unit(scale), jnp.float16) * unit(scale)
 
     return ValueCode(16, 8, _exponent_of, smallest, encode, decode, nearest)
 
@@ -203,11 +207,7 @@ def class_mean_code() -> ValueCode:
     def decode(code, plus, minus):
         return bits_float(jnp.where(code > 0, minus, plus))
 
-    def nearest(x, scale):
-        del x
-        return bits_float(scale)
-
-    return ValueCode(1, 32, _as_it_is, _any_normal, _encode_sign, decode, nearest, scale_sets=2)
+    return ValueCode(1, 32, _as_it_is, _any_normal, _encode_sign, decode, _of_two_scales, scale_sets=2)
 
 
 def _exponent_of(peak: Array) -> Array:
@@ -235,6 +235,10 @@ def _encode_sign(x: Array, scale: Array, index: Array | None, key: Array | None)
 def _sign_of(code: Array, bit: int) -> Array:
     """A float's sign bit, from this bit of a code."""
     return (code >> bit & 1) << _SIGN_SHIFT
+
+
+def _of_two_scales(x: Array, scale: Array) -> Array:
+    raise NotImplementedError("positive and negative entries have a scale each: what was sent is not known from one")
 
 
 def _drawn(x: Array, scale: Array) -> Array:

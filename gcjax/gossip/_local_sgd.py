@@ -28,6 +28,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
 from gcjax._core.error_feedback import CodecState
 from gcjax._core.state import compress_states
+from gcjax._kernels.bits import rounded
 from gcjax._kernels.layout import flatten, layout_of, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number
@@ -159,8 +160,9 @@ def local_sgd(
             return mean(models), state, words
         layout = layout_of(state.anchor)
         # From the anchor as the model can hold it: what only the anchor holds must not count as learnt.
-        begin = unflatten(inputs.params_layout, flatten(layout, state.anchor))
-        outer_grad = jax.tree.map(jnp.subtract, flatten(inputs.params_layout, begin), models)
+        anchor, treedef = jax.tree.flatten(state.anchor)
+        begin = jax.tree.unflatten(treedef, map(rounded, anchor, inputs.params_layout.dtypes))
+        outer_grad = jax.tree.map(jnp.subtract, flatten(layout, begin), models)
         if compressor is None:
             return mean(outer_grad), state, words
         compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)

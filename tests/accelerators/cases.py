@@ -83,6 +83,7 @@ CASES = {
     "variance, one capacity": Case("variance", _variance(capacity=512, feedback=True), squares=True),
     "variance, density": Case("variance", _variance(density=0.01), squares=True),
     "variance, float32": Case("variance", _variance(values="float32", capacity=512), squares=True),
+    "variance, float16": Case("variance", _variance(values="float16", capacity=512, feedback=True), squares=True),
     "variance, two_phase": Case("variance", _variance(capacity=512, **OWNERS), squares=True),
     "hybrid": Case("variance", _variance(threshold=0.01), squares=True),
     "strom": Case("strom", _plain(gcjax.strom_compress, 0.01)),

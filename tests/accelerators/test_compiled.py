@@ -119,6 +119,14 @@ def test_a_dense_mean_is_seen(target, program):
     assert elements(reductions(program(target, "top_k", "inner axis"))[0]) >= cases.ENTRIES
 
 
+@pytest.mark.accelerators
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_float16_rounds_off_is_kept(target, program):
+    """XLA leaves out a conversion to float16 and back; the sender would then keep nothing of it."""
+    bodies = program(target, "variance, float16", "one axis").computations.values()
+    assert any(instruction.opcode == "reduce-precision" for body in bodies for instruction in body)
+
+
 def matmuls_beside(program, target):
     """Kind of collective -> matrix multiplications that the schedule runs between its start and its end.
 

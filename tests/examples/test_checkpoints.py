@@ -375,6 +375,35 @@ def test_another_number_of_batches_is_named(found, said):
     assert list(training.exactly(5, range(5))) == [0, 1, 2, 3, 4]
 
 
+def make_countdown(steps):
+    """A task whose gradient is always 1: with plain SGD the loss falls by the learning rate."""
+
+    def loss(params, batch, key):
+        return params[0] + 0 * jnp.mean(batch)
+
+    def batches(epoch, first=0):
+        return (np.ones((8, 1), np.float32) for _ in range(first, steps))
+
+    def evaluate(params, _):
+        return {"loss after": float(params[0])}
+
+    return training.Task(lambda key: (jnp.zeros(1), None), loss, steps, batches, lambda key, batch: batch, evaluate)
+
+
+def test_schedules_keep_their_place_when_the_number_of_steps_changes(two_devices, tmp_path):
+    options = ("--out", tmp_path, "--method", "dense", "--optimiser", "sgd", "--momentum", "0", "--learning-rate", "1")
+    task = make_countdown(6)
+    with pytest.raises(Problem, match="this process has 0 batches"):  # it ends after the first of two epochs
+        training.train(task._replace(batches=lambda epoch, _: task.batches(0, 6 * epoch)), parse(*options))
+    training.train(make_countdown(3), parse(*options, "--batch", "8", "--resume", "--allow", "batch"))
+    losses = [float(row["loss"]) for row in curve(tmp_path, "steps")]
+    losses.append(float(curve(tmp_path, "epochs")[-1]["loss after"]))
+    rates = [0.5 + 0.5 * np.cos(np.pi * k / 12) for k in range(6)] + [
+        0.5 + 0.5 * np.cos(np.pi * k / 6) for k in (3, 4, 5)
+    ]
+    np.testing.assert_allclose(-np.diff(losses), rates, rtol=1e-5)
+
+
 def test_another_number_of_steps_needs_an_allowed_option(tmp_path):
     options = ("--out", tmp_path, "--checkpoint-every", 1)
     with Log(parse(*options), steps=6) as log:
@@ -383,6 +412,8 @@ def test_another_number_of_steps_needs_an_allowed_option(tmp_path):
             log.save(make_state(step), 4, step)
     said = "a run with 6 steps in an epoch, and here are 12: these are other data"
     with Log(parse(*options, "--resume"), steps=12) as log, pytest.raises(Problem, match=said):
+        log.start(make_state(0))
+    with Log(parse(*options, "--resume", "--allow", "epochs"), steps=12) as log, pytest.raises(Problem, match=said):
         log.start(make_state(0))
     with Log(parse(*options, "--resume", "--allow", "batch"), steps=12) as log:
         assert log.start(make_state(0))[:2] == (4, 6)

@@ -100,3 +100,20 @@ def test_errors_of_the_user_give_one_line(tmp_path):
         lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.startswith("cifar10.py: ")]
         assert len(lines) == 1
         assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--width 20", "--width 20 must be a multiple of 8"),
+        ("--squares microbatches --batch 6", "cuts a batch in 4: --batch 6 must be a multiple"),
+        ("--seed -1", "must be a whole number from 0 to 4294967295, got '-1'"),
+        ("--allow epochs", "--allow names what may differ from a checkpoint: it needs --resume"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(text, said, capsys):
+    with pytest.raises(SystemExit):
+        cifar10.parse_options(["--data", "x", *text.split()])
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

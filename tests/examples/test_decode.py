@@ -78,3 +78,10 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path):
     os.truncate(tmp_path / "large.png", 100)  # without pixels
     with pytest.raises(ValueError, match="10000 x 5001 pixels are more than 50,000,000"):
         decode(str(tmp_path / "large.png"), 32)
+
+
+def test_more_than_8_bits_a_channel_raise(tmp_path):
+    path = tmp_path / "deep.png"
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(path)
+    with pytest.raises(ValueError, match="has the mode I;16, of more than 8 bits; convert it to 8 bits"):
+        decode(path, 8)

@@ -39,8 +39,8 @@ def test_it_writes_table_plot_and_curves(tmp_path):
     options = ("--workers", "4", "--epochs", "3", "--batch", "32", "--learning-rate", "0.1")
     done = run("gossip.py", *options, "--algorithms", "all-reduce", "swarm-8", "--out", out, many_steps=True)
     assert done.returncode == 0, done.stderr
-    rows = {line[:16].strip(): line[16:].split() for line in done.stdout.splitlines()}
-    assert float(rows["SwarmSGD, 8 bits"][0]) > 80 < float(rows["all-reduce"][0])
+    rows = {line[:20].strip(): line[20:].split() for line in done.stdout.splitlines()}
+    assert float(rows["SwarmSGD, 8 bits"][0]) > 80 < float(rows["all-reduce of models"][0])
     assert (out / "gossip.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     record = json.loads((out / "gossip.json").read_text())

@@ -38,6 +38,7 @@ def test_every_method_can_be_chosen_by_text():
         ("top_k(density=", "must be like"),
         ("__import__('os')", "must be like"),
         ("top_k(density=__import__('os'))", "must be like"),
+        ("variance(alpha=b'1')", "must be like"),
         ("variance(alfa=2)", "no option 'alfa'; it has alpha,"),
         ("variance(axis_name='x')", "no option 'axis_name'"),
     ],
@@ -48,7 +49,15 @@ def test_a_bad_method_text_is_named(text, said):
 
 
 @pytest.mark.parametrize(
-    "text", ["top_k(density=2)", "top_k", "qsgd(bits=2, key='x')", "variance(alpha=(1,))", "variance(alpha=(0, 2))"]
+    "text",
+    [
+        "top_k(density=2)",
+        "top_k",
+        "qsgd(bits=2, key='x')",
+        "qsgd(bits=2, key=4294967296)",
+        "variance(alpha=(1,))",
+        "variance(alpha=(0, 2))",
+    ],
 )
 def test_options_out_of_range_are_named(text):
     with pytest.raises(Problem, match=f"--method {text.split('(')[0]}: "):

@@ -4,9 +4,12 @@ import ast
 import pathlib
 import re
 
+import jax.numpy as jnp
 import pytest
 import test_laws
 from rows import Row
+
+import gcjax.extend as gx
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/extend.md").read_text()
 BLOCK = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
@@ -50,3 +53,22 @@ def test_its_wire_bytes_are_those_compiled():
 
 def test_a_bad_step_leaves_no_trace():
     test_laws.test_a_non_finite_step_leaves_no_trace(ROW, float("nan"))
+
+
+def test_a_message_without_the_scales_that_its_code_needs_raises():
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
+        del sum_grad_squared
+        x = state.bucket.join(gradient)
+        gx.exchange(
+            gx.Message(x, gx.pack_mask(x > 0), gx.power_of_two_code(), state.bucket, (32,)),
+            state.transport,
+            comm,
+            all_finite,
+        )
+
+    def init(bucket):
+        return gx.SparseState.create(bucket, reset=gx.reset_to_zero, transport="all_gather")
+
+    tx = gx.compress(gx.Compressor(init, update))
+    with pytest.raises(ValueError, match="the message has no scales, which its code needs"):
+        tx.update(jnp.ones(4), tx.init(jnp.ones(4)))
