@@ -55,6 +55,8 @@ def run(row: str, args: argparse.Namespace) -> dict:
     if done.returncode:
         raise SystemExit(f"char_lm.py: {shlex.join(done.args)} failed:\n{done.stderr}")
     result = json.loads((out / "result.json").read_text())
+    if resume:  # its seconds are those since then
+        result["cpu_seconds"] = None
     record = {"row": row, "command": options, "program": program} | {name: result[name] for name in KEPT}
     record["settings"] = {name: x for name, x in record["settings"].items() if name not in ("text", "out", "resume")}
     return record | {"curve": curve(out / "steps.csv"), "sample": (out / "sample.txt").read_text("utf-8")}
@@ -78,7 +80,7 @@ def curve(path: Path) -> list[dict]:
 def table(store: dict) -> str:
     """Markdown."""
     head = "| row | method | validation loss | to dense % | compression ratio | in the last twentieth | wire ratio | "
-    lines = [head + "MB sent per worker | ms a step | CPU s |", "|---" * 10 + "|"]
+    lines = [head + "MB sent per worker | CPU s |", "|---" * 9 + "|"]
     records = {record["row"]: record for record in store["runs"]}
     dense = records["dense"]["epochs"][-1]["validation_loss"] if "dense" in records else None
     for record in (records[row] for row in ROWS if row in records):
@@ -92,8 +94,7 @@ def table(store: dict) -> str:
             f"{record['curve'][-1]['compression_ratio']:.1f}",
             f"{record['wire_ratio']:.1f}",
             f"{last['wire_bytes'] / 1e6:.1f}",
-            f"{record['ms_per_step']:.0f}",
-            f"{record['cpu_seconds']:.0f}",
+            "-" if record["cpu_seconds"] is None else f"{record['cpu_seconds']:.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -60,7 +60,8 @@ def kills(count: int, draw: random.Random) -> Iterator[Outcome]:
             cut, whole, failure = Path(folder) / "cut", Path(folder) / "whole", None
             method = f"--method={METHODS[run % len(METHODS)]}"
             here = min(KILLS_OF_A_RUN, count)
-            while here and failure is None:
+            made = 0
+            while made < here and failure is None:
                 steps = [path.name for path in cut.glob("*") if path.name.isdigit()]
                 resume = ["--resume"] if steps else []
                 process = train(cut, method, "--steps=1000000", *resume)
@@ -73,7 +74,7 @@ def kills(count: int, draw: random.Random) -> Iterator[Outcome]:
                 _, errors = process.communicate()
                 if ended:
                     failure = f"the run ended by itself: {errors[-300:]}"
-                here -= 1
+                made += 1
             newest = max((int(path.name) for path in cut.glob("*") if path.name.isdigit()), default=0)
             last = f"--steps={newest + 20}"
             resume = ["--resume", "--allow", "steps"] if newest else []
@@ -81,8 +82,8 @@ def kills(count: int, draw: random.Random) -> Iterator[Outcome]:
             expected, _ = finish(train(whole, method, last, "--checkpoint-every=1000000"))
             if failure is None and (found != expected or found == "no result"):
                 failure = f"{found} after kills, {expected} without: {errors[-300:]}"
-        for number in range(min(KILLS_OF_A_RUN, count)):
-            yield "goes on to the bit", failure if number == 0 else None
+        for number in range(made):
+            yield ("goes on to the bit", None) if failure is None else ("goes wrong", failure if number == 0 else None)
 
 
 # Checkpoints.
@@ -259,7 +260,13 @@ def measure(row: str, count: int, seed: int) -> dict:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if failure is not None:
             failures.append(failure)
-    return {"row": row, "tried": count, "failed": len(failures), "outcomes": outcomes, "failures": failures[:20]}
+    return {
+        "row": row,
+        "tried": sum(outcomes.values()),
+        "failed": len(failures),
+        "outcomes": outcomes,
+        "failures": failures[:20],
+    }
 
 
 def table(record: dict) -> str:
@@ -295,10 +302,12 @@ def main() -> None:
     else:
         record = provenance.provenance("damage", ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint")) | {"runs": []}
     if not args.report:
-        origin, have = provenance.origin("damage"), {run["row"] for run in record["runs"]}
+        origin, old = provenance.origin("damage"), provenance.changed(record["runs"], "damage")
+        have = {run["row"] for run in record["runs"] if run not in old and run.get("seed") == args.seed}
         for row in [row for row in args.rows if row not in have]:
             count = max(ROWS[row][0] // 100, 1) if args.quick else ROWS[row][0]
-            record["runs"].append(measure(row, count, args.seed) | origin)
+            found = measure(row, count, args.seed) | origin | {"seed": args.seed}
+            record["runs"] = [run for run in record["runs"] if run["row"] != row] + [found]
             if not args.quick:
                 provenance.write(path, json.dumps(record, indent=1))
     if not args.quick:

@@ -52,10 +52,18 @@ def provenance(result: str, packages: Iterable[str] = ("jax", "jaxlib", "optax",
     script = SOURCES[result][0].removesuffix(".py").replace("/", ".")
     return {
         "machine": machine.describe(),
-        "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
+        "versions": _versions(packages),
         **origin(result),
         "command": shlex.join(["python", "-m", script, *map(_without_folder, sys.argv[1:])]),
     }
+
+
+def where_else(record: dict) -> dict:
+    """Machine and versions, each if it is another than the record has."""
+    here = machine.describe() | {"load_at_start": record["machine"].get("load_at_start")}
+    versions = _versions(name for name in record["versions"] if name != "python")
+    found = {"machine": here, "versions": versions}
+    return {name: value for name, value in found.items() if value != record[name]}
 
 
 def origin(result: str) -> dict[str, str]:
@@ -132,15 +140,20 @@ def write(path: Path, text: str) -> None:
 
 
 def machine_line(record: dict) -> str:
-    """The machine of a record, for the head of a table."""
-    found = record["machine"]
-    return f"{found['cpu']} ({found['architecture']}), {found['cores']} cores, {found['memory_gb']} GB."
+    """The machine of a record, for the head of a table; all of them, if some of its runs were made elsewhere."""
+    found = [part["machine"] for part in (record, *record.get("runs", [])) if "machine" in part]
+    named = [f"{m['cpu']} ({m['architecture']}), {m['cores']} cores, {m['memory_gb']} GB" for m in found]
+    return "; some of it on ".join(dict.fromkeys(named)) + "."
 
 
 def versions_line(record: dict) -> str:
     """Versions, commit, sources and command of a record, for the head of a table."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`."
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def _commit() -> str:

@@ -17,6 +17,7 @@ import argparse
 import collections
 import functools
 import json
+import math
 import os
 import queue
 import shlex
@@ -253,7 +254,7 @@ def table(store: dict) -> str:
                 f"{median(ended, lambda r: r['compression_ratio']):,.1f}",
                 f"{median(ended, last_ratio):,.1f}",
                 f"{median(ended, lambda r: r['wire_ratio']):,.1f}",
-                f"{median(ended, lambda r: r['epochs'][-1]['payload_bits'] / r['epochs'][-1]['sent']):.1f}",
+                f"{median(ended, entry_bits):.1f}",
                 f"{median(ended, megabytes):,.1f}",
                 seconds(ended),
                 f"{len(ended)}{lost}",
@@ -272,12 +273,19 @@ def megabytes(record: dict) -> float:
     return record["epochs"][-1]["wire_bytes"] / 1e6
 
 
+def entry_bits(record: dict) -> float:
+    """Bits of a sent entry; nan if none was sent."""
+    last = record["epochs"][-1]
+    return last["payload_bits"] / last["sent"] if last["sent"] else math.nan
+
+
 def last_ratio(record: dict) -> float:
     """Compression ratio in the last tenth of the epochs, at least in the last one."""
     *_, last = epochs = record["epochs"]
     tenth = max(1, len(epochs) // 10)
     before = epochs[-1 - tenth] if len(epochs) > tenth else {"step": 0, "sent": 0.0}
-    return record["parameters"] * (last["step"] - before["step"]) / (last["sent"] - before["sent"])
+    sent = last["sent"] - before["sent"]
+    return record["parameters"] * (last["step"] - before["step"]) / sent if sent else math.inf
 
 
 def seconds(records: list[dict]) -> str:
@@ -296,8 +304,8 @@ def plot(store: dict, path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(13, 6.5), layout="constrained", sharey=True)
     shown = [record for record in store["runs"] if record["row"] not in rows() or not rows()[record["row"]].variant]
     families = list(dict.fromkeys(family(name) for name in recorded_methods(shown)))
-    best = max(accuracy(record) for record in shown if "epochs" in record)
-    worst = min(accuracy(record) for record in shown if "epochs" in record)
+    scores = [accuracy(record) for record in shown if "epochs" in record]
+    best, worst = max(scores, default=0.0), min(scores, default=0.0)
     bottom = max(worst, best - RANGE) - 1
     for panel, optimiser in zip(panels, BOTH, strict=True):
         panel.set(xscale="log", xlabel="MB sent per worker", title=optimiser, ylim=(bottom, best + 2))

@@ -117,10 +117,11 @@ def run(tasks: list[Task], commands: dict[str, list[str]], out: Path | None) -> 
     record["settings"] = {"malloc": machine.MALLOC, "rounds": ROUNDS, "warm_up": WARM_UP}
     part = out / PARTIAL if out else None
     same = {name: record[name] for name in ("source", "settings", "versions")}
+    same |= {"commands": commands, "cpu": record["machine"]["cpu"]}
     done: dict = {}
     if part and part.exists() and (found := json.loads(part.read_text()))["same"] == same:
         done = found["done"]
-    left = [task for task in tasks if task.name not in done]
+    left = [task for task in tasks if repr(task) not in done]
     seconds = sum(task.estimate() for task in left)
     before = f", {len(tasks) - len(left)} measured before" if len(left) < len(tasks) else ""
     print(f"{len(tasks)} groups of processes{before}; about {seconds / 60:.1f} minutes", file=sys.stderr)
@@ -131,11 +132,11 @@ def run(tasks: list[Task], commands: dict[str, list[str]], out: Path | None) -> 
                 bar.set_postfix_str(f"{name}: {text}")
                 bar.update(min(seconds, bar.total - bar.n))
 
-            done[task.name] = measure(task, commands[task.side], tick)
+            done[repr(task)] = measure(task, commands[task.side], tick)
             if part:
                 part.write_text(json.dumps({"same": same, "done": done}))
     for task in tasks:
-        record["versions"] |= done[task.name]["versions"]
+        record["versions"] |= done[repr(task)]["versions"]
     for kind in ("rows", "collectives", "alone"):
-        record[kind] = [entry for task in tasks for entry in done[task.name][kind]]
+        record[kind] = [entry for task in tasks for entry in done[repr(task)][kind]]
     return record

@@ -8,6 +8,7 @@ import pytest
 from bench import provenance, runs
 
 RESULT = "char_lm"
+HERE = provenance.provenance(RESULT)
 
 
 def record(row, command="--method dense", **more):
@@ -19,7 +20,9 @@ def measure(store, folder, commands, run):
 
 
 def test_what_is_missing_changed_or_of_other_sources_is_run(tmp_path):
-    store = {"runs": [record("kept"), record("changed", "--method top_k"), record("old", source="0"), record("gone")]}
+    store = HERE | {
+        "runs": [record("kept"), record("changed", "--method top_k"), record("old", source="0"), record("gone")]
+    }
     ran = []
 
     def run(row):
@@ -36,7 +39,7 @@ def test_what_is_missing_changed_or_of_other_sources_is_run(tmp_path):
 
 
 def test_a_failure_stops_the_table_and_loses_no_record(tmp_path):
-    store, ran = {"runs": [record("b", "--method top_k")]}, []
+    store, ran = HERE | {"runs": [record("b", "--method top_k")]}, []
 
     def run(row):
         ran.append(row)

@@ -58,7 +58,9 @@ def test_only_missing_seeds_are_run(monkeypatch, tmp_path):
 
     monkeypatch.setattr(table, "run", run)
     args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
-    store = {"runs": [record("dense", 1, 0.5) | provenance.origin("table-small")]}
+    store = provenance.provenance("table-small") | {
+        "runs": [record("dense", 1, 0.5) | provenance.origin("table-small")]
+    }
     table.measure(args, store, tmp_path / "table-small.json")
     assert ran == [("dense", "adam", 0), ("dense", "adam", 2)]
     assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
