@@ -5,9 +5,9 @@ run `examples/multihost.py --elastic`. One after the other, ten of them are kill
 process alone, everything on the host at once, or everything on it after its link was cut, so that the others only hear
 silence.
 
-    sudo python -m bench.elastic                # about ten minutes
-    sudo python -m bench.elastic --kills 2      # a minute or two
-    python -m bench.elastic --report            # table again, from the result file
+    sudo python -m bench.elastic                           # about ten minutes
+    sudo python -m bench.elastic --kills 2 --out runs/few  # a minute or two
+    python -m bench.elastic --report                       # table again, from the result file
 """
 
 import argparse
@@ -188,7 +188,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/elastic"), help="folder for checkpoints and logs")
     parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for elastic.json and elastic.md")
     parser.add_argument("--report", action="store_true", help="run nothing: the table from the result file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    provenance.keep_whole(parser, args, "kills", "hosts", "seed")
+    return args
 
 
 def main() -> None:

@@ -77,7 +77,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.2, help="at the start; falls to 0 as a cosine")
     parser.add_argument("--no-speed", dest="speed", action="store_false", help="do not measure events per second")
     parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    provenance.keep_whole(parser, args, "nodes", "seeds", "learning_rate", "speed")
+    return args
 
 
 def init_params(key: Array) -> PyTree:

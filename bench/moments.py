@@ -1,6 +1,6 @@
 """The cost of `value_and_moments` beside plain `jax.value_and_grad`: time, temporary memory, compile time.
 
-    python -m bench.moments [--models MLP CNN] [--rounds 15] [--torch-python PYTHON] [--out bench/results]
+    python -m bench.moments [--models MLP CNN --out FOLDER] [--rounds 15] [--torch-python PYTHON]
 
 The functions of a model are timed round-robin. A ratio is the median of the ratios within the rounds, so that other
 work on the machine affects both alike. BackPACK and torch.func run in a process of their own; without torch they are
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--torch-python", type=machine.interpreter, default=sys.executable, help=machine.TORCH_HELP)
     parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
     args = parser.parse_args()
+    provenance.keep_whole(parser, args, "models")
     record = provenance.provenance("moments") | {"models": []}
     for name in MODELS:
         if any(part in name for part in args.models):

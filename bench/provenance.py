@@ -1,5 +1,6 @@
 """Where and from which sources a result was measured, and whether the sources have changed since."""
 
+import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -122,6 +123,14 @@ def with_note(text: str, commits: list[str]) -> str:
     text = _NOTE.sub("", text)
     note = f"Measured on an earlier version of the sources ({commits_text(commits)}).\n\n" if commits else ""
     return note + text.strip("\n") + "\n"
+
+
+def keep_whole(parser: machine.Parser, args: argparse.Namespace, *names: str) -> None:
+    """Exit with an error if one of these options, which measure less or otherwise, would overwrite the usual result."""
+    for name in names:
+        if args.out == RESULTS and getattr(args, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"with {option} the result is not the usual one: give it another folder, --out FOLDER")
 
 
 def save(folder: Path, result: str, record: dict, text: str, indent: int | None = 1) -> None:

@@ -43,7 +43,9 @@ def options() -> argparse.Namespace:
     compute = ("measured", "none")
     parser.add_argument("--compute", choices=compute, default="measured", help="none: as if compressing cost nothing")
     parser.add_argument("--out", type=Path, default=provenance.RESULTS, help="folder for the results")
-    return parser.parse_args()
+    args = parser.parse_args()
+    provenance.keep_whole(parser, args, "compute")
+    return args
 
 
 def measured() -> Mapping[str, tuple[float, float, float]]:

@@ -48,7 +48,7 @@ def main() -> None:
     record = provenance.provenance(path.stem, ("jax", "jaxlib", "optax")) | {"skipped": [], "runs": []}
     if not args.quick:
         record["runs"] = measured_before(path, record)
-    have = {tuple(run[name] for name in KEY) for run in record["runs"]}
+    have = {key_of(run) for run in record["runs"] if is_current(run, record)}
     for target in args.targets:
         try:
             environments.interpreter(target)
@@ -58,7 +58,8 @@ def main() -> None:
         for model in args.models:
             for method in args.methods:
                 if (target, model, method) not in have:
-                    record["runs"].append(measure(target, model, method, args.repeats, record["source"]))
+                    new = measure(target, model, method, args.repeats, record["source"])
+                    record["runs"] = [run for run in record["runs"] if key_of(run) != key_of(new)] + [new]
                     if not args.quick:
                         provenance.save(path.parent, path.stem, record, table(record))
     print(table(record))
@@ -82,13 +83,27 @@ def options():
 
 
 def measured_before(path: Path, record: dict) -> list[dict]:
-    """The rows of a result file that need not be measured again: of these sources and this machine, no failures."""
+    """The rows of a result file. Each says on which machine and with which versions, if the new record has others."""
     if not path.is_file():
         return []
     old = json.loads(path.read_text())
-    fixed = ("cpu", "cores")
-    same = old["versions"] == record["versions"] and all(old["machine"][x] == record["machine"][x] for x in fixed)
-    return [run for run in old["runs"] if same and run["source"] == record["source"] and "error" not in run]
+    elsewhere = {name: old[name] for name in ("machine", "versions") if not is_same(name, old, record)}
+    return [elsewhere | run for run in old["runs"]]
+
+
+def is_current(run: dict, record: dict) -> bool:
+    """Whether a row need not be measured again: it is of these sources and made here, and no failure."""
+    here = all(name not in run or is_same(name, run, record) for name in ("machine", "versions"))
+    return here and run["source"] == record["source"] and "error" not in run
+
+
+def is_same(name: str, one: dict, other: dict) -> bool:
+    names = ("cpu", "cores") if name == "machine" else one[name] | other[name]
+    return all(one[name].get(x) == other[name].get(x) for x in names)
+
+
+def key_of(run: dict) -> tuple[str, ...]:
+    return tuple(run[name] for name in KEY)
 
 
 def measure(target: str, model: str, method: str, repeats: int, source: str) -> dict:
@@ -122,7 +137,7 @@ def measure(target: str, model: str, method: str, repeats: int, source: str) -> 
 
 def ratios(runs: list[dict]) -> list[dict]:
     """The rows with what compares them: with plain data parallelism, and the cycles added with those of the pass."""
-    by_key = {tuple(run[name] for name in KEY): run for run in runs}
+    by_key = {key_of(run): run for run in runs}
     more = []
     for run in runs:
         plain, alone = (by_key.get((run["target"], run["model"], method), {}) for method in (PLAIN, PASS))

@@ -247,6 +247,15 @@ def test_rows_of_other_sources_or_machines_are_measured_again(monkeypatch, tmp_p
     assert bench.run("dense", "hybrid")[0] == ["dense", "hybrid"]
 
 
+def test_rows_that_are_not_asked_for_are_kept(monkeypatch, tmp_path):
+    bench = Bench(monkeypatch, tmp_path)
+    bench.run("dense", "hybrid")
+    monkeypatch.setattr(provenance, "source_digest", lambda *args: "changed")
+    compiled, saved = bench.run("dense")
+    assert compiled == ["dense"]
+    assert {run["method"]: run["source"] == "changed" for run in saved} == {"hybrid": False, "dense": True}
+
+
 def test_sources_that_change_on_the_way_end_the_run(monkeypatch, tmp_path):
     bench = Bench(monkeypatch, tmp_path)
     digests = iter(["old", "old", "old", "old", "new"])

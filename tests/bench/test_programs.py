@@ -12,8 +12,10 @@ SMALL = "--model cnn --width 8 --images 64 --workers 2 --batch 8"
 
 
 def test_digest_follows_the_program():
-    commands = [f"{SMALL} --method dense", f"{SMALL} --method top_k(density=0.1)", f"{SMALL} --method dense --epochs 9"]
-    dense, top_k, longer = programs.digests("table-small", commands)
+    methods = ("dense", "top_k(density=0.1)", "dense --epochs 9", "variance(budget=0.1)", "top_k(density=2)")
+    commands = [f"{SMALL} --method {method}" for method in methods]
+    dense, top_k, longer, *gone = programs.digests("table-small", commands)
+    assert gone == ["", ""]  # options that there are no longer are of no program
     assert len({dense, top_k, longer}) == 3  # the learning rate falls more slowly in a longer run
     record = {"runs": [{"command": commands[0], "program": dense, "source": "0", "commit": "a" * 40}]}
     assert provenance.outdated(record, "table-small") == []

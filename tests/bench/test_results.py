@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import check_results, provenance, table
+from bench import check_results, machine, provenance, table
 
 NOTE = "Measured on an earlier version of the sources (commit 0123456789ab).\n\n"
 
@@ -47,6 +47,28 @@ def test_all_sources_and_all_result_files_are_known():
     for sources in provenance.SOURCES.values():
         assert all((provenance.ROOT / source).exists() for source in sources)
     assert {path.stem for path in provenance.RESULTS.glob("*.json")} <= provenance.SOURCES.keys()
+
+
+def test_parts_of_a_result_do_not_overwrite_it(tmp_path, capsys):
+    parser = machine.Parser()
+    parser.add_argument("--models", nargs="*", default=["all"])
+    parser.add_argument("--out", default=provenance.RESULTS)
+    provenance.keep_whole(parser, parser.parse_args([]), "models")
+    provenance.keep_whole(parser, parser.parse_args(["--models", "one", "--out", str(tmp_path)]), "models")
+    with pytest.raises(SystemExit):
+        provenance.keep_whole(parser, parser.parse_args(["--models", "one"]), "models")
+    assert "with --models the result is not the usual one" in capsys.readouterr().err
+
+
+def test_runs_made_elsewhere_say_so():
+    record = provenance.provenance("step")
+    assert provenance.where_else(record) == {}
+    record["machine"] |= {"cpu": "another", "load_at_start": 99.0}
+    found = provenance.where_else(record)
+    assert found.keys() == {"machine"}
+    head = provenance.machine_line(record | {"runs": [found, {}]})
+    assert head.startswith("another (")
+    assert head.count("; some of it on ") == 1
 
 
 def test_saved_result_is_current(tmp_path):
