@@ -179,7 +179,7 @@ def values_in(text):
 def test_figures_come_from_result_files(page):
     """A paragraph with a measured figure names the files that have all its numbers: `<!-- figures: FILE ... -->`.
 
-    A number may be rounded. `fixed` in place of files: no measurements, but constants of the code or an example.
+    A number may be rounded. If a file is older than the sources, the paragraph says so. `fixed` in place of files: no measurements, but constants of the code or an example.
     """
     for block in blocks_of(page.read_text()):
         source, _, text = block.partition("-->") if block.startswith("<!-- figures: ") else ("", "", block)
@@ -190,6 +190,8 @@ def test_figures_come_from_result_files(page):
             known = [value for file in files for _, value in values_in((ROOT / file).read_text())]
             missing = [number for number, value in values_in(prose(text)) if not is_rounded(number, value, known)]
             assert missing == [], block
+            if any("Measured on an earlier version" in (ROOT / file).read_text() for file in files):
+                assert "earlier version" in " ".join(text.split()), f"not of today's sources: {block}"
 
 
 def prose(text):
