@@ -247,12 +247,18 @@ def test_entries_that_only_follow_a_penalty_stop_no_training(method):
     assert gcjax.info(state.opt_state).identical > 3
 
 
-def test_a_batch_that_is_always_the_same_may_converge():
+def make_regression():
+    """A step that converges on one batch, which leaves its gradients noise, its state and the batch."""
     x = jax.random.normal(jax.random.key(0), (64, 4))
     y = x @ jnp.arange(4.0) + jax.random.normal(jax.random.key(1), (64,))
     tx = optax.chain(gcjax.variance_compress(1e-3, values="float32", capacity=1.0, axis_name="data"), optax.sgd(0.4))
     step = gcjax.make_train_step(lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2), tx, mesh_of(1))
     state = step.init(jnp.zeros(4))
+    return step, state, x, y
+
+
+def test_a_batch_that_is_always_the_same_may_converge():
+    step, state, x, y = make_regression()
     for _ in range(102):
         state, _ = step(state, (x, y))
     assert gcjax.info(state.opt_state).squares_ratio < 0.05
@@ -269,11 +275,7 @@ def test_a_training_step_finds_clipping_before_the_compressor():
 
 
 def test_squares_too_large_for_a_batch_that_is_not_the_same_raise():
-    x = jax.random.normal(jax.random.key(0), (64, 4))
-    y = x @ jnp.arange(4.0) + jax.random.normal(jax.random.key(1), (64,))
-    tx = optax.chain(gcjax.variance_compress(1e-3, values="float32", capacity=1.0, axis_name="data"), optax.sgd(0.4))
-    step = gcjax.make_train_step(lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2), tx, mesh_of(1))
-    state = step.init(jnp.zeros(4))
+    step, state, x, y = make_regression()
     for _ in range(99):
         state, _ = step(state, (x, y))
     deleted = jnp.copy(x)
