@@ -179,7 +179,8 @@ def values_in(text):
 def test_figures_come_from_result_files(page):
     """A paragraph with a measured figure names the files that have all its numbers: `<!-- figures: FILE ... -->`.
 
-    A number may be rounded. If a file is older than the sources, the paragraph says so. `fixed` in place of files: no measurements, but constants of the code or an example.
+    A number may be rounded. If a file is older than the sources, the paragraph says so. `fixed` in place of files: no
+    measurements, but constants of the code or an example.
     """
     for block in blocks_of(page.read_text()):
         source, _, text = block.partition("-->") if block.startswith("<!-- figures: ") else ("", "", block)
