@@ -61,8 +61,16 @@ def worker_index(axis_names: tuple[str, ...]) -> Array:
 
 
 def dense_mean(x: Array, axis_names: tuple[str, ...]) -> Array:
-    """Mean over the axes, of the shape and dtype of `x`."""
-    return lax.pmean(x, axis_names)
+    """Mean over the axes, of the shape and dtype of `x`, added up in float32 at least."""
+    return lax.pmean(_wide(x), axis_names).astype(x.dtype)
+
+
+def _wide(x: Array) -> Array:
+    """In a dtype in which many values can be added up: not in bfloat16 or float16.
+
+    XLA for CPUs also aborts on all-reduces of 16 bits where only some axes are manual.
+    """
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def pmax_if_axes(x: Array, axis_names: tuple[str, ...]) -> Array:
@@ -108,11 +116,11 @@ def scatter_mean(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> Py
     """The mean over the axes, sharded as the arrays were before `gather_shards`."""
 
     def shard(x, spec):
-        left = set(axis_names)
+        left, mean = set(axis_names), _wide(x)
         for dimension, names in sharded_dimensions(spec, axis_names):
-            x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True) / axis_size(names)
+            mean = lax.psum_scatter(mean, names, scatter_dimension=dimension, tiled=True) / axis_size(names)
             left -= set(names)
-        return dense_mean(x, tuple(sorted(left))) if left else x
+        return (dense_mean(mean, tuple(sorted(left))) if left else mean).astype(x.dtype)
 
     return jax.tree.map(shard, tree, jax.tree.broadcast(specs, tree))
 

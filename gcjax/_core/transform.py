@@ -207,7 +207,7 @@ def _inner_mean(updates: PyTree, sum_grad_squared: PyTree, inner_axes: tuple[str
     model, and `init` does not know the mesh. Sharding the parameters over the inner axis does exactly that.
     """
     size = axis_size(inner_axes)
-    updates = jax.tree.map(lambda x: dense_mean(x, inner_axes), updates)
+    updates = jax.tree.map(lambda x: dense_mean(x.astype(jnp.float32), inner_axes), updates)
     if sum_grad_squared is not None:
         sum_grad_squared = jax.tree.map(lambda x: dense_mean(x, inner_axes) / size, sum_grad_squared)
     return updates, sum_grad_squared

@@ -72,7 +72,7 @@ def nearest_exponent(x: Array) -> Array:
 
 
 def rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """`x` with the exponent's and the mantissa's bits of `dtype`, but its own dtype. Subnormal numbers become 0.
+    """`x` rounded to what `dtype` can hold, in its own dtype.
 
     XLA may leave out a conversion to a narrower dtype and back (xla_allow_excess_precision): what the rounding takes
     away would then be lost. It never leaves out a reduction of precision.
@@ -82,7 +82,13 @@ def rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     1.0
     """
     of, to = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    return x if of.bits <= to.bits else lax.reduce_precision(x, to.nexp, to.nmant)
+    if of.bits <= to.bits:
+        return x
+    normal = lax.reduce_precision(x, to.nexp, to.nmant)
+    if of.nexp == to.nexp:
+        return normal
+    step = float(to.smallest_subnormal)  # a reduction of precision makes subnormal numbers 0
+    return jnp.where(jnp.abs(x) < float(to.smallest_normal), jnp.round(x * (1 / step)) * step, normal)
 
 
 def power_of_two(biased: Array) -> Array:

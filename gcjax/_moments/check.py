@@ -63,14 +63,15 @@ def check_moments(
             raise TypeError("check_moments compares values: call it outside jit, grad, vmap and shard_map")
         if rtol is None:
             rtol = max((float(jnp.finfo(jnp.result_type(p)).eps) for p in jax.tree.leaves(params)), default=0.0) ** 0.5
-        value, moments = moments_fn(params, batch)
-        expected, reference = whole_fn(params, batch)
+        with jax.default_matmul_precision("highest"):  # TPUs round factors to bfloat16, and squares of them otherwise
+            value, moments = moments_fn(params, batch)
+            expected, reference = whole_fn(params, batch)
+            squares = stacked_fn(params, batch)[1].sum_grad_squared
         if has_aux:
             value, expected = value[0], expected[0]
         plain = "jax.grad of the batch loss"
         _compare("the gradient of params", moments.grad, reference.grad, rtol, plain, CURE)
         _compare("the loss", value, expected, rtol, plain, CURE)
-        squares = stacked_fn(params, batch)[1].sum_grad_squared
         _compare("sum_grad_squared of params", moments.sum_grad_squared, squares, rtol, "that by jax.vmap", DEFECT)
 
     return check

@@ -234,8 +234,7 @@ class CompressedGrad:
                 f"aux leaf {path_name(path)} is {x.dtype}{list(x.shape)} and differs between workers, but has no batch "
                 "axis: return one value for each sample, or a mean of floating-point dtype"
             )
-        # XLA for CPUs aborts on all-reduces of 16 bits where only some axes are manual.
-        return dense_mean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), self._axes).astype(x.dtype)
+        return dense_mean(x, self._axes)
 
     def _check_sharding(self, params: PyTree) -> None:
         """Raise where parameters are seen to be sharded otherwise than said. Tracers show only explicit axes."""

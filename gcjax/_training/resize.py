@@ -59,7 +59,7 @@ def resize(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
             if missing:
                 raise ValueError(f"the state is per worker along {node.axes}; the mesh has only {tuple(mesh.shape)}")
             mixing = Mixing(node.workers, math.prod(mesh.shape[axis] for axis in node.axes))
-            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            with jax.default_device(_cpu()):
                 node = jax.tree.map(np.asarray, jax.tree.map(_on_host, node).mixed(mixing))
             return _put(node, NamedSharding(mesh, PartitionSpec(node.axes or None)))
         if is_mixable(node):
@@ -68,6 +68,14 @@ def resize(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
         return _put(node, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(moved, state, is_leaf=is_mixable)
+
+
+def _cpu() -> jax.Device | None:
+    """The host's device, or None where JAX was told not to start it (JAX_PLATFORMS)."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def restore_target(state: PyTree, workers: int) -> PyTree:

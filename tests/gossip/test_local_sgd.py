@@ -84,6 +84,16 @@ def test_a_bfloat16_model_takes_steps_that_only_add_up(options):
     assert gossip.mean_params(state.params)["a"].astype(np.float32).min() > 1.02
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_that_learns_nothing_stays_as_it_is(dtype):
+    params = jnp.array([1.0, 1.001, 3e-5, 5e-6, 6e-8, 0.0], dtype)  # down to the smallest float16
+    tx = gossip.local_sgd(1, outer=optax.sgd(1.0))
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(jnp.zeros_like(params), state, params)
+        np.testing.assert_array_equal(updates.astype(np.float32), 0)
+
+
 def test_updates_may_have_another_dtype_than_the_parameters():
     tx = optax.chain(optax.sgd(0.1), gossip.local_sgd(1, outer=DILOCO))
     params, gradient = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.ones(4)}

@@ -172,3 +172,15 @@ def test_no_sort_or_cumsum_of_gradient_length():
     ]
     assert running  # over the words of each block, and over the blocks
     assert not any("245,32,128" in line or f"[{245 * 128}]" in line for line in running)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_is_that_of_a_conversion(dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=4000) * 2.0 ** rng.uniform(-30, 15, 4000)).astype(np.float32)
+    x = np.concatenate([x, [0.0, -0.0, np.inf, -np.inf, 1e5, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 2.0**-14]]).astype(
+        np.float32
+    )
+    truth = jnp.asarray(x).astype(dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(packing.rounded(jnp.asarray(x), dtype), truth)
+    assert np.isnan(packing.rounded(jnp.float32(jnp.nan), dtype))

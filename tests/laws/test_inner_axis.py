@@ -1,6 +1,7 @@
 """A fast axis inside a slow one, on meshes of eight devices."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -188,3 +189,20 @@ def test_replica_groups_are_read_in_both_of_their_forms():
     text = "replica_groups={{0,4},{1,5},{2,6},{3,7}}\nreplica_groups=[2,4]<=[8]"
     assert along(text, mesh, ("slow",)) == text.splitlines()[0]
     assert along(text, mesh, ("fast",)) == text.splitlines()[1]
+
+
+def test_bfloat16_gradients_are_added_up_in_float32():
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), (AxisType.Auto,) * 2)
+    tx = gcjax.top_k_compress(0.5, axis_name="slow", inner_axis_name="fast")
+    gradient = jax.ShapeDtypeStruct((8, 64), "bfloat16")
+    state = tx.init(np.zeros((1, 64), np.float32))
+
+    def update(gradient, state):
+        return tx.update(gradient, state)[0]
+
+    specs = (P(("slow", "fast")), gcjax.state_specs(state))
+    run = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=P())
+    text = jax.jit(run).lower(gradient, jax.eval_shape(lambda: gcjax.distribute(state, mesh))).as_text()
+    summed = re.findall(r"all_reduce[^^]*\^bb0\(%arg\d+: tensor<(\w+)>", text)
+    assert "f32" in summed
+    assert "bf16" not in summed

@@ -93,6 +93,16 @@ def test_as_many_workers_go_on_bit_for_bit():
         jax.tree.map(np.testing.assert_array_equal, plain.step(g, s), moved.step(g, s))
 
 
+def test_it_works_where_jax_has_no_cpu(monkeypatch):
+    def no_cpu(backend=None):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    tx, mesh = gcjax.top_k_compress(0.5, axis_name="data"), jax.make_mesh((1,), ("data",))
+    of_two = gcjax.restore_target(tx.init(jnp.ones(4)), workers=2)
+    monkeypatch.setattr(jax, "local_devices", no_cpu)
+    assert gcjax.resize(of_two, mesh).report.workers == 1
+
+
 @pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 6), (2, 3), (3, 2), (1, 5)])
 def test_weights_keep_the_mean_and_copies_are_exact(old, new):
     weights = Mixing(old, new).weights()
