@@ -52,19 +52,27 @@ def provenance(result: str, packages: Iterable[str] = ("jax", "jaxlib", "optax",
         raise SystemExit(f"gcjax is imported from {package}; run `python -m bench.NAME` in the root of this checkout")
     script = SOURCES[result][0].removesuffix(".py").replace("/", ".")
     return {
-        "machine": machine.describe(),
-        "versions": _versions(packages),
+        **here(packages),
         **origin(result),
         "command": shlex.join(["python", "-m", script, *map(_without_folder, sys.argv[1:])]),
     }
 
 
-def where_else(record: dict) -> dict:
-    """Machine and versions, each if it is another than the record has."""
-    here = machine.describe() | {"load_at_start": record["machine"].get("load_at_start")}
-    versions = _versions(name for name in record["versions"] if name != "python")
-    found = {"machine": here, "versions": versions}
-    return {name: value for name, value in found.items() if value != record[name]}
+def here(packages: Iterable[str]) -> dict[str, dict]:
+    """This machine, and the versions of these packages and of Python."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in packages if name != "python"}
+    return {"machine": machine.describe(), "versions": versions}
+
+
+def elsewhere(made: dict, record: dict) -> dict[str, dict]:
+    """The `machine` and the `versions` of something that was made, each if it has another than the record."""
+
+    def fixed(found):
+        return {name: value for name, value in found.items() if name != "load_at_start"}
+
+    names = (name for name in ("machine", "versions") if name in made)
+    return {name: made[name] for name in names if fixed(made[name]) != fixed(record[name])}
 
 
 def origin(result: str) -> dict[str, str]:
@@ -159,10 +167,6 @@ def versions_line(record: dict) -> str:
     """Versions, commit, sources and command of a record, for the head of a table."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return f"{versions}; commit {record['commit'][:12]}, sources {record['source']}; `{record['command']}`."
-
-
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def _commit() -> str:

@@ -79,7 +79,7 @@ def measure(
     current = {job_of(record) for record in same if record not in old}
     jobs = [job for job in commands if job not in current]
     origin = provenance.origin(path.stem)  # the sources may change before the next call
-    origin |= provenance.where_else(store)
+    origin |= provenance.elsewhere(provenance.here(store["versions"]), store)
     lock, failed = threading.Lock(), threading.Event()
 
     def run_and_keep(job: Job) -> None:

@@ -20,17 +20,9 @@ from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
 from gcjax._core.two_phase_codec import add_decoded, goes_through_owners
-from gcjax._kernels.bits import (
-    bits_float,
-    float_bits,
-    pack_mask,
-    pack_planes,
-    pack_uint,
-    unpack_mask,
-    unpack_planes,
-    unpack_uint,
-)
+from gcjax._kernels.bits import pack_mask, pack_planes, pack_uint, unpack_mask, unpack_planes, unpack_uint
 from gcjax._kernels.buckets import Bucket, Segment
+from gcjax._kernels.floats import bits_float, float_bits
 from gcjax._kernels.groups import Groups, block_groups, leaf_groups, whole_group
 from gcjax._kernels.hashing import hash_bits, step_key, uniform
 from gcjax._sparse.capacities import capacities_for, check_capacity

@@ -87,19 +87,12 @@ def measured_before(path: Path, record: dict) -> list[dict]:
     if not path.is_file():
         return []
     old = json.loads(path.read_text())
-    elsewhere = {name: old[name] for name in ("machine", "versions") if not is_same(name, old, record)}
-    return [elsewhere | run for run in old["runs"]]
+    return [provenance.elsewhere(old, record) | run for run in old["runs"]]
 
 
 def is_current(run: dict, record: dict) -> bool:
     """Whether a row need not be measured again: it is of these sources and made here, and no failure."""
-    here = all(name not in run or is_same(name, run, record) for name in ("machine", "versions"))
-    return here and run["source"] == record["source"] and "error" not in run
-
-
-def is_same(name: str, one: dict, other: dict) -> bool:
-    names = ("cpu", "cores") if name == "machine" else one[name] | other[name]
-    return all(one[name].get(x) == other[name].get(x) for x in names)
+    return not provenance.elsewhere(run, record) and run["source"] == record["source"] and "error" not in run
 
 
 def key_of(run: dict) -> tuple[str, ...]:

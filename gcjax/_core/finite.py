@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._kernels.bits import LANES, float_bits
+from gcjax._kernels.bits import LANES
+from gcjax._kernels.floats import float_bits
 from gcjax._types import Array
 
 # Gradients from here on count as not finite. What methods add up then stays in float32's range: 2**28 entries of a

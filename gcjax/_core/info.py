@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState, UpdateReport, compress_states, fresh_report
-from gcjax._kernels.bits import TINY
+from gcjax._kernels.floats import TINY
 from gcjax._types import Array, PyTree
 
 

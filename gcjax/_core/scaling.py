@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._core.checks import mask_like
-from gcjax._kernels.bits import TINY
+from gcjax._kernels.floats import TINY
 from gcjax._kernels.layout import path_name
 from gcjax._types import Array, PyTree
 

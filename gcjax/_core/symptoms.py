@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gcjax._comm.comm import Comm
-from gcjax._kernels.bits import bits_float, float_bits
+from gcjax._kernels.floats import bits_float, float_bits
 from gcjax._types import Array
 
 SAMPLE = 128  # entries at most that are looked at in each leaf

@@ -24,7 +24,7 @@ from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
-from gcjax._kernels.bits import FLOAT_MAX
+from gcjax._kernels.floats import FLOAT_MAX
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import OVERLAPS, check_choice

@@ -1,4 +1,4 @@
-"""Array code without collectives: bit packing, hashing, buckets, reductions over segments, small matrices.
+"""Array code without collectives: floats, bit packing, hashing, buckets, reductions over segments, matrices.
 
 Imports only `_types`, `_validation` and `_jax_compat`.
 """

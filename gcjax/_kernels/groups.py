@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gcjax._kernels.bits import FLOAT_MAX, LANES, WORD, count_bits, reduce_rows, to_unit
+from gcjax._kernels.bits import LANES, WORD, count_bits, reduce_rows
 from gcjax._kernels.buckets import Bucket
+from gcjax._kernels.floats import FLOAT_MAX, to_unit
 from gcjax._types import Array
 
 

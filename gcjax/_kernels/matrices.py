@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._kernels.bits import TINY
 from gcjax._kernels.buckets import Bucket, Segment
+from gcjax._kernels.floats import TINY
 from gcjax._types import Array
 
 

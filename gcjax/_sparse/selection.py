@@ -1,7 +1,7 @@
 """Selection of the largest entries: exactly, without a sort of gradient length, or by a threshold from a sample.
 
-Magnitudes are compared as the integers of their bits (`bits.magnitude_bits`). Zeros and numbers below float32's normal
-range are never selected: there is nothing to send.
+Magnitudes are compared as the integers of their bits (`floats.magnitude_bits`). Zeros and numbers below float32's
+normal range are never selected: there is nothing to send.
 """
 
 import math
@@ -15,10 +15,7 @@ from jax import lax
 
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import (
-    TINY,
-    bits_float,
     count_bits,
-    magnitude_bits,
     nth_set_bit,
     pack_mask,
     pack_two,
@@ -28,6 +25,7 @@ from gcjax._kernels.bits import (
     word_and_bit,
 )
 from gcjax._kernels.buckets import Bucket
+from gcjax._kernels.floats import TINY, bits_float, magnitude_bits
 from gcjax._kernels.hashing import scatter_positions
 from gcjax._sparse.compaction import Slots, assign_slots, slot_indices
 from gcjax._types import Array, ArrayLike

@@ -29,7 +29,6 @@ from gcjax._kernels.bits import (
     LANES,
     WORD,
     count_bits,
-    magnitude_bits,
     pack_mask,
     pack_planes,
     position_of,
@@ -37,6 +36,7 @@ from gcjax._kernels.bits import (
     unpack_mask,
     unpack_planes,
 )
+from gcjax._kernels.floats import magnitude_bits
 from gcjax._sparse.capacities import in_groups, ladder
 from gcjax._sparse.compaction import truncate
 from gcjax._sparse.message import Exchanged, Header, Message, add_messages, choose_capacity, move, start_of_mean

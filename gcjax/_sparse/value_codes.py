@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._kernels.bits import (
+from gcjax._kernels.floats import (
     TINY,
     bits_float,
     exponent,

@@ -16,7 +16,8 @@ about 2**-32. A scale for each entry replaces the random rotation.
 import jax.numpy as jnp
 from jax import lax
 
-from gcjax._kernels.bits import TINY, exponent, magnitude_bits, pack_planes, power_of_two, unpack_planes
+from gcjax._kernels.bits import pack_planes, unpack_planes
+from gcjax._kernels.floats import TINY, exponent, magnitude_bits, power_of_two
 from gcjax._kernels.hashing import quick_bits, uniform
 from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_integer

@@ -28,7 +28,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
 from gcjax._core.error_feedback import CodecState
 from gcjax._core.state import compress_states
-from gcjax._kernels.bits import rounded
+from gcjax._kernels.floats import rounded
 from gcjax._kernels.layout import flatten, layout_of, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number

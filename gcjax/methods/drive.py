@@ -26,8 +26,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._kernels.bits import WORD, to_unit
+from gcjax._kernels.bits import WORD
 from gcjax._kernels.buckets import pack_vector, packed_vector_size, unpack_vector
+from gcjax._kernels.floats import to_unit
 from gcjax._kernels.hashing import hash_words, seed_words
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_flag, check_integer, check_random_key

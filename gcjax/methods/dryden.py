@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import pack_two, to_unit
+from gcjax._kernels.bits import pack_two
+from gcjax._kernels.floats import to_unit
 from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree

@@ -16,7 +16,8 @@ import statistics
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import TINY, count_bits, to_unit
+from gcjax._kernels.bits import count_bits
+from gcjax._kernels.floats import TINY, to_unit
 from gcjax._sparse.capacities import capacities_around
 from gcjax._types import Array, AxisNames
 from gcjax._validation import static_share

@@ -15,7 +15,7 @@ backends flush them.
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import TINY
+from gcjax._kernels.floats import TINY
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_random_key
 from gcjax.extend import bits_float, compress, dense_codec, float_bits, hash_bits, pack_planes, unpack_planes

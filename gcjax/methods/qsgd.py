@@ -21,7 +21,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._kernels.bits import LANES, WORD, reduce_rows, to_unit
+from gcjax._kernels.bits import LANES, WORD, reduce_rows
+from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_integer, check_random_key
 from gcjax.extend import (

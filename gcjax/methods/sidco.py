@@ -17,7 +17,7 @@ largest entries are sent; the others stay in the residual. (5) Zeros are never s
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import TINY, to_unit
+from gcjax._kernels.floats import TINY, to_unit
 from gcjax._sparse.capacities import capacities_around
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, static_share

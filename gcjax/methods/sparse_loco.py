@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gcjax._kernels.bits import to_unit
 from gcjax._kernels.buckets import pack_vector, packed_vector_size, split_vector, unpack_vector
 from gcjax._kernels.chunks import (
     ChunkGroup,
@@ -39,6 +38,7 @@ from gcjax._kernels.chunks import (
     largest_of_rows,
     sum_sent,
 )
+from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
 from gcjax.extend import (

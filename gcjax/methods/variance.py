@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import FLOAT_MAX, LANES, TINY, count_bits, pack_mask_and_peak
+from gcjax._kernels.bits import LANES, count_bits, pack_mask_and_peak
+from gcjax._kernels.floats import FLOAT_MAX, TINY
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_choice, check_flag, check_number, check_random_key, static_share
 from gcjax.extend import (
@@ -128,8 +129,8 @@ def variance_compress(
       alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2, over long runs. With the default, about
         a quarter of the entries passed in the runs measured, as many as the default capacities hold; a lower alpha
         sends more only with a larger `capacity`. May be traced, or a function of the step (an optax schedule) that
-        stays above 0: growing from 0.1 to 2 over the run, with `capacity=0.5`, trained closest to dense of
-        the settings measured (bench/results).
+        stays above 0: growing from 0.1 to 2 over the run, with `capacity=0.5`, trained closest to dense in runs of six
+        and thirty epochs (bench/results).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.

@@ -62,9 +62,11 @@ def test_parts_of_a_result_do_not_overwrite_it(tmp_path, capsys):
 
 def test_runs_made_elsewhere_say_so():
     record = provenance.provenance("step")
-    assert provenance.where_else(record) == {}
-    record["machine"] |= {"cpu": "another", "load_at_start": 99.0}
-    found = provenance.where_else(record)
+    here = provenance.here(record["versions"])
+    record["machine"]["load_at_start"] = 99.0
+    assert provenance.elsewhere(here, record) == {}
+    record["machine"]["cpu"] = "another"
+    found = provenance.elsewhere(here, record)
     assert found.keys() == {"machine"}
     head = provenance.machine_line(record | {"runs": [found, {}]})
     assert head.startswith("another (")

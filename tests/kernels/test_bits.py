@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcjax._kernels import bits as packing
+from gcjax._kernels import floats
 from gcjax._sparse import compaction
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -66,7 +67,7 @@ def test_peak_is_the_largest_selected_magnitude(seed, blocks, density):
     x = np.random.default_rng(seed + 1).normal(size=mask.shape).astype(np.float32)
     words, peak = packing.pack_mask_and_peak(jnp.asarray(mask), jnp.asarray(x))
     np.testing.assert_array_equal(words, packing.pack_mask(jnp.asarray(mask)))
-    np.testing.assert_array_equal(packing.bits_float(peak), by_word(np.where(mask, np.abs(x), 0)).max(axis=1))
+    np.testing.assert_array_equal(floats.bits_float(peak), by_word(np.where(mask, np.abs(x), 0)).max(axis=1))
 
 
 @pytest.mark.parametrize("reduce", [packing._reduce, packing._reduce_in_short])  # of accelerators, of CPUs
@@ -114,14 +115,14 @@ def test_integers_share_words_with_distant_ones():
 @given(st.floats(2.0**-125, 2.0**126, width=32), st.booleans())
 def test_nearest_power_of_two(x, negative):
     x = np.float32(-x if negative else x)
-    k = int(packing.nearest_exponent(jnp.float32(x))) - 127
+    k = int(floats.nearest_exponent(jnp.float32(x))) - 127
     low = 2.0 ** int(np.floor(np.log2(abs(float(x)))))
     assert 2.0**k == (low if abs(float(x)) < 1.5 * low else 2 * low)
 
 
 def test_mid_points_round_up():
     below = np.nextafter(np.float32(1.5), np.float32(0))
-    assert packing.nearest_exponent(jnp.array([1.5, below, 1.0, 0.75])).tolist() == [128, 127, 127, 127]
+    assert floats.nearest_exponent(jnp.array([1.5, below, 1.0, 0.75])).tolist() == [128, 127, 127, 127]
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -182,5 +183,5 @@ def test_rounding_is_that_of_a_conversion(dtype):
         np.float32
     )
     truth = jnp.asarray(x).astype(dtype).astype(jnp.float32)
-    np.testing.assert_array_equal(packing.rounded(jnp.asarray(x), dtype), truth)
-    assert np.isnan(packing.rounded(jnp.float32(jnp.nan), dtype))
+    np.testing.assert_array_equal(floats.rounded(jnp.asarray(x), dtype), truth)
+    assert np.isnan(floats.rounded(jnp.float32(jnp.nan), dtype))

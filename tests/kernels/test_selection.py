@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcjax._kernels import bits, layout
+from gcjax._kernels import bits, floats, layout
 from gcjax._kernels import groups as grouping
 from gcjax._sparse import selection
 
@@ -22,7 +22,7 @@ def numpy_top_k(x, k):
     index = 32 * (place // 4096 * 128 + place % 128) + place // 128 % 32
     mask = np.zeros(len(x), bool)
     mask[np.lexsort((index, -np.abs(x)))[:k]] = True
-    return mask & (np.abs(x) >= bits.TINY)
+    return mask & (np.abs(x) >= floats.TINY)
 
 
 def flat(words, size):

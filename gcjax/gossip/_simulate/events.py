@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gcjax._kernels.bits import TINY
 from gcjax._kernels.buckets import vector_bucket
+from gcjax._kernels.floats import TINY
 from gcjax._types import Array, ArrayLike, PyTree
 from gcjax.gossip._graphs import Graph
 from gcjax.gossip._lattice import FINEST, decode, encode_points, lattice_points, margin, scale_for
