@@ -50,7 +50,7 @@ SIZES = {
         "sgd": "--learning-rate 0.02",
     },
     "vgg": {
-        "common": "--model vgg --width 16 --batch 64 --epochs 20 --schedule cosine",
+        "common": "--model vgg --width 16 --batch 64 --epochs 8 --schedule cosine",
         "adam": "--learning-rate 0.001",
         "sgd": "--learning-rate 0.05",
     },

@@ -34,11 +34,12 @@ class Cnn(nn.Module):
 class Vgg(nn.Module):
     """Thirteen convolutions with BatchNorm and dropout, two dense layers: the paper's kind of network for CIFAR-10.
 
-    The paper does not give its dropout rates; these are usual values.
+    The paper does not give its dropout rates; these are usual values. A network narrower than 64 overfits less, so it
+    has proportionally less dropout.
 
     Attributes:
       classes: number of classes.
-      width: features of the first layer; 14,986,570 parameters at 64.
+      width: features of the first layer; 14,987,210 parameters at 64.
     """
 
     classes: int = 10
@@ -47,14 +48,18 @@ class Vgg(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+
+        def dropout(rate: float) -> nn.Dropout:
+            return nn.Dropout(rate * min(1, self.width / 64), deterministic=not train)
+
         for blocks, times in ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8)):
             for last in [False] * (blocks - 1) + [True]:
                 x = nn.relu(norm()(nn.Conv(times * self.width, (3, 3), use_bias=False)(x)))
-                x = x if last else nn.Dropout(0.3, deterministic=not train)(x)
+                x = x if last else dropout(0.3)(x)
             x = nn.max_pool(x, (2, 2), strides=(2, 2))
-        x = nn.Dropout(0.5, deterministic=not train)(x.reshape(len(x), -1))
+        x = dropout(0.5)(x.reshape(len(x), -1))
         x = nn.relu(norm()(nn.Dense(8 * self.width, use_bias=False)(x)))
-        return nn.Dense(self.classes)(nn.Dropout(0.5, deterministic=not train)(x))
+        return nn.Dense(self.classes)(dropout(0.5)(x))
 
 
 class Basic(nn.Module):
