@@ -28,11 +28,20 @@ from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
 from gcjax._core.error_feedback import CodecState
 from gcjax._core.state import compress_states
+from gcjax._jax_compat import varying_axes
 from gcjax._kernels.floats import rounded
 from gcjax._kernels.layout import flatten, layout_of, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number
-from gcjax.gossip._periodic import Exchange, ExchangeInput, ExchangeResult, leaves_of, periodic_exchange, vectors_of
+from gcjax.gossip._periodic import (
+    Exchange,
+    ExchangeInput,
+    ExchangeResult,
+    check_alone,
+    leaves_of,
+    periodic_exchange,
+    vectors_of,
+)
 
 
 class OuterState(NamedTuple):
@@ -150,6 +159,7 @@ def local_sgd(
     def send(inputs: ExchangeInput, state: OuterState) -> tuple[list[tuple[Array, ...]], OuterState, ArrayLike]:
         """What arrives from all workers, the state, and the words that this worker sends."""
         models, workers = inputs.models(), inputs.workers
+        check_alone(inputs, () if anchored else models)
 
         def mean(buckets):
             vectors = [dense_mean(x, inputs.axes) if inputs.axes else x for x in vectors_of(buckets)]
@@ -166,6 +176,11 @@ def local_sgd(
         if compressor is None:
             return mean(outer_grad), state, words
         compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
+        if apart := set(inputs.axes) & varying_axes(compressed):
+            raise ValueError(
+                f"the compressor's mean differs along {sorted(apart)}, but local_sgd has axis_name={inputs.axes}; give "
+                "the compressor the same axis_name, or part of it as inner_axis_name"
+            )
         wire_bytes = [s.report.value.sent.wire_bytes[0] for s in compress_states(compress_state)]
         words = jnp.ceil(sum(wire_bytes) / 4).astype(jnp.uint32)
         return flatten(layout, compressed), state._replace(compressor=compress_state), words

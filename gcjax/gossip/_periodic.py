@@ -13,7 +13,7 @@ from jax import lax
 from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
 from gcjax._core.checks import check_countable
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import tracks_variation, vary, vary_like, varying_axes
+from gcjax._jax_compat import tracks_variation, unchecked_axes, vary, vary_like, varying_axes
 from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
 from gcjax._training.frozen import merge_params
@@ -96,7 +96,19 @@ def leaves_of(layout: Layout, vectors: Sequence[Array]) -> list[tuple[Array, ...
 
 def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
     """The result for a single worker: nothing changes and nothing is sent."""
+    check_alone(inputs, inputs.params)
     return ExchangeResult(jax.tree.map(jnp.zeros_like, inputs.params), method, 0, False)
+
+
+def check_alone(inputs: ExchangeInput, own: PyTree) -> None:
+    """Raise ValueError without axes on several devices: untracked ones, or those over which `own` varies."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    several = unchecked_axes() | {axis: sizes[axis] for axis in varying_axes(own) if sizes[axis] > 1}
+    if not inputs.axes and several:
+        raise ValueError(
+            f"no axis_name was given, but update runs on the devices of {sorted(several)}: each would train a model of "
+            "its own and never exchange it; give the gossip transform the axis_name"
+        )
 
 
 def periodic_exchange(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gcjax._core.info import local_parts
 from gcjax._core.per_worker import PerWorker
@@ -123,12 +124,30 @@ def _local_values(x: Array) -> np.ndarray:
 
 def find_gossip_state(opt_state: PyTree) -> GossipState:
     """The state of a chain's gossip transform. Raises ValueError unless there is exactly one."""
-    states = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_gossip) if _is_gossip(s)]
+    states = _gossip_states(opt_state)
     if len(states) != 1:
         raise ValueError(
             f"the chain has {len(states)} gossip transforms; end it with one, such as gcjax.gossip.swarm_average"
         )
     return states[0]
+
+
+def check_chain(opt_state: PyTree) -> None:
+    """Raise ValueError if a transform follows the gossip transform, or may keep a worker from an exchange."""
+    if _is_gossip(opt_state) or not isinstance(opt_state, tuple):
+        return
+    if isinstance(opt_state, optax.ApplyIfFiniteState) and _gossip_states(opt_state):
+        raise ValueError(
+            "optax.apply_if_finite stands around the gossip transform: a worker that skips a step would miss an "
+            "exchange, and the others would wait for it. Put it around the optimiser alone, before the gossip transform"
+        )
+    if type(opt_state) is tuple and _gossip_states(opt_state[:-1]):  # the state of optax.chain
+        raise ValueError(
+            "another transform follows the gossip transform in the chain, and would change the step to the averaged "
+            "models. Put the gossip transform last"
+        )
+    for node in opt_state:
+        check_chain(node)
 
 
 class LocalLeaf(NamedTuple):
@@ -161,3 +180,7 @@ def unpack_leaves(opt_state: PyTree) -> PyTree:
 
 def _is_gossip(node: Any) -> bool:
     return isinstance(node, GossipState)
+
+
+def _gossip_states(opt_state: PyTree) -> list[GossipState]:
+    return [s for s in jax.tree.leaves(opt_state, is_leaf=_is_gossip) if _is_gossip(s)]

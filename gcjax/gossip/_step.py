@@ -15,7 +15,7 @@ from gcjax._training.sharding import distribute
 from gcjax._training.step import Metrics, TrainState, TrainStep
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_random_key
-from gcjax.gossip._state import find_gossip_state, pack_leaves, unpack_leaves
+from gcjax.gossip._state import check_chain, find_gossip_state, pack_leaves, unpack_leaves
 
 
 def make_train_step(
@@ -41,8 +41,8 @@ def make_train_step(
       `state.params` is a `PerWorker`. `mean_params(state.params)` is the model to evaluate.
 
     Raises:
-      ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, or with one over other
-        axes.
+      ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, with one over other
+        axes, with another transform after it, or with `optax.apply_if_finite` around it.
       TypeError, RuntimeError: as `gcjax.make_train_step`.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
@@ -67,8 +67,9 @@ class GossipStep(TrainStep):
         check_params(params, params)
         check_model_state(model_state)
         opt_state = self._tx.init(params)
-        check_compressors(opt_state, self._axes)
         gossip_axes = find_gossip_state(opt_state).traffic.axes
+        check_chain(opt_state)
+        check_compressors(opt_state, self._axes)
         if gossip_axes != self._axes:
             raise ValueError(
                 f"the step's workers are along {self._axes}, but the gossip transform names {gossip_axes}; give it "
@@ -112,11 +113,23 @@ def mean_params(params: PyTree, weights: ArrayLike | None = None) -> PyTree:
     Returns:
       Leaves (*shape) of the same dtypes.
 
+    Raises:
+      ValueError: weights of another number of workers.
+
     >>> import gcjax, jax.numpy as jnp
     >>> print(gcjax.gossip.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})["w"])  # of two workers
     [2. 4.]
     """
-    return _mean(_stacked(params), None if weights is None else jnp.asarray(weights, jnp.float32))
+    stacked = _stacked(params)
+    if weights is not None:
+        weights = jnp.asarray(weights, jnp.float32)
+        for workers in {len(x) for x in jax.tree.leaves(stacked)}:
+            if weights.shape != (workers,):
+                raise ValueError(
+                    f"weights has shape {weights.shape}, but the parameters are those of {workers} workers; give the "
+                    "weights of gcjax.gossip.info(state.opt_state)"
+                )
+    return _mean(stacked, weights)
 
 
 class ConsensusDistance(NamedTuple):

@@ -106,12 +106,14 @@ def partner_of(workers, number, key=KEY):
     return family[int(jax.random.randint(jax.random.fold_in(key, number), (), 0, len(family)))]
 
 
-def trace_update(tx, workers, params_spec):
-    """Trace an update on a mesh, with parameters placed by `params_spec`."""
+def trace_update(tx, workers, params_spec, **options):
+    """Trace an update on a mesh, with parameters placed by `params_spec`, with options of `jax.shard_map`."""
     params = {"w": np.ones((workers, 3), np.float32)}
     state = tx.init({"w": np.ones(3, np.float32)})
     specs = (params_spec, gcjax.state_specs(state))
-    run = jax.shard_map(lambda p, s: tx.update(p, s, p), mesh=mesh_of(workers), in_specs=specs, out_specs=specs)
+    run = jax.shard_map(
+        lambda p, s: tx.update(p, s, p), mesh=mesh_of(workers), in_specs=specs, out_specs=specs, **options
+    )
     jax.eval_shape(run, params, gcjax.distribute(state, mesh_of(workers)))
 
 

@@ -155,6 +155,19 @@ def test_replicated_params_raise():
         trace_update(gossip.d_psgd(axis_name="data"), 4, P())
 
 
+@pytest.mark.parametrize("name", EVERY_UPDATE)
+def test_several_workers_without_an_axis_raise(name):
+    for options in ({}, {"check_vma": False}):
+        with pytest.raises(ValueError, match=r"no axis_name was given, but .* of \['data'\].* give the .* axis_name"):
+            trace_update(EVERY_UPDATE[name](None), 4, P("data"), **options)
+    trace_update(EVERY_UPDATE[name](None), 1, P("data"))
+
+
+def test_an_outer_step_without_an_axis_raises_where_workers_are_not_tracked():
+    with pytest.raises(ValueError, match="no axis_name was given"):
+        trace_update(gossip.local_sgd(1, outer=optax.sgd(1.0)), 4, P("data"), check_vma=False)
+
+
 @pytest.mark.parametrize(
     ("graph", "message"),
     [([(0, 1), (1, 2)], "not connected"), ("hypercube", "power of two"), (gossip.random_regular(3), "no connected")],

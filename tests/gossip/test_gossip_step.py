@@ -9,6 +9,7 @@ from gossip_workers import KEY, least_squares, loss_fn, partner_of
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 
+import gcjax
 from gcjax import gossip
 
 
@@ -39,10 +40,14 @@ def test_params_and_momentum_are_per_worker():
     assert found.relative == pytest.approx(distance / np.linalg.norm(w.mean(0)), rel=1e-4)
 
 
-def test_chain_without_gossip_over_the_same_axes_raises():
+def test_chains_in_which_gossip_cannot_work_raise():
+    average = gossip.local_sgd(2, compressor=gcjax.top_k_compress(0.1, axis_name="data"), axis_name="data")
     for tx, message in (
         (optax.sgd(0.1), "has 0 gossip transforms"),
         (optax.chain(optax.sgd(0.1), gossip.d_psgd()), r"along \('data',\), but the gossip transform names \(\)"),
+        (optax.chain(average, optax.sgd(0.1)), "another transform follows .* Put the gossip transform last"),
+        (optax.masked(optax.chain(optax.chain(optax.sgd(0.1), average), optax.clip(1.0)), True), "another transform"),
+        (optax.apply_if_finite(optax.chain(optax.sgd(0.1), average), 3), "around the gossip transform.*would wait"),
     ):
         with pytest.raises(ValueError, match=message):
             gossip.make_train_step(loss_fn, tx, mesh_of(2)).init({"w": jnp.zeros(5)})
@@ -63,6 +68,8 @@ def test_worker_params_are_one_copy_per_worker():
     assert params["s"].shape == (4,)
     assert params["w"].sharding.spec == P("data")
     assert gossip.consensus_distance(params) == (0.0, 0.0)
+    with pytest.raises(ValueError, match=r"weights has shape \(3,\), but the parameters are those of 4 workers"):
+        gossip.mean_params(params, np.ones(3))
 
 
 def test_an_empty_leaf_on_an_explicit_mesh_has_a_mean():

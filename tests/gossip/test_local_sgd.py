@@ -328,6 +328,14 @@ def test_bad_options_raise(options, error, message):
         gossip.local_sgd(3, **options).init({"a": jnp.zeros(3), "b": jnp.zeros(4)})
 
 
+def test_a_compressor_over_a_part_of_the_axes_raises():
+    mesh, compressor = jax.make_mesh((2, 2), ("x", "y")), gcjax.top_k_compress(0.5, axis_name="x")
+    tx = gossip.local_sgd(1, compressor=compressor, axis_name=("x", "y"))
+    step = gossip.make_train_step(lambda w, x: jnp.mean(x * w), tx, mesh, axis_name=("x", "y"))
+    with pytest.raises(ValueError, match=r"the compressor's mean differs along \['y'\].* inner_axis_name"):
+        step.lower(step.init(jnp.zeros(())), jnp.ones(4))
+
+
 def test_leaves_are_shared_out_evenly():
     params = {"a": jnp.zeros(5), "b": jnp.zeros((2, 3)), "c": jnp.zeros(2), "d": jnp.zeros(()), "e": jnp.zeros(4)}
     state = gossip.local_sgd(8, outer=DILOCO, fragments=3).init(params)

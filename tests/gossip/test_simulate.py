@@ -145,6 +145,7 @@ def test_bad_values_raise(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"world": {"drop": 0.1}}, r"world must be a gcjax\.gossip\.World, got \{'drop': 0\.1\}"),
         ({"world": gossip.World("1Gbit")}, r"link must be a gcjax\.Link, got '1Gbit'"),
         ({"key": 0}, "key must be a key made by"),
         ({"params": np.zeros(3, int)}, r"params leaf .* must be floating point, got int32"),

@@ -49,6 +49,8 @@ class Events(NamedTuple):
 
 def check_world(world: World, nodes: int) -> np.ndarray:
     """The nodes' seconds of a step, float64[nodes]. Raises ValueError or TypeError for values out of range."""
+    if not isinstance(world, World):
+        raise TypeError(f"world must be a gcjax.gossip.World, got {world!r}")
     if not isinstance(world.link, Link):
         raise TypeError(f"link must be a gcjax.Link, got {world.link!r}")
     check_number("bits_per_second", world.link.bits_per_second, 0)
