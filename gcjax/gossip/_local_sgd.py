@@ -137,6 +137,9 @@ def local_sgd(
     check_integer("delay", delay, 0, local_steps - 1)
     mixing = (0.5 if delay else 1.0) if mixing is None else mixing
     check_number("mixing", mixing, 0.0, 1.0)
+    for name, tx in (("outer", outer), ("compressor", compressor)):
+        if tx is not None and not hasattr(tx, "init"):
+            raise TypeError(f"{name} must be a transform, such as optax.sgd(0.7) or gcjax.top_k_compress(), got {tx!r}")
     count = _count_fragments(fragments, local_steps)
     anchored = outer is not None or compressor is not None
     outer_step = optax.sgd(1.0) if outer is None else outer

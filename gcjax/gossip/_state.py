@@ -136,11 +136,12 @@ def check_chain(opt_state: PyTree) -> None:
     """Raise ValueError if a transform follows the gossip transform, or may keep a worker from an exchange."""
     if _is_gossip(opt_state) or not isinstance(opt_state, tuple):
         return
-    if isinstance(opt_state, optax.ApplyIfFiniteState) and _gossip_states(opt_state):
-        raise ValueError(
-            "optax.apply_if_finite stands around the gossip transform: a worker that skips a step would miss an "
-            "exchange, and the others would wait for it. Put it around the optimiser alone, before the gossip transform"
-        )
+    for kind, name in ((optax.ApplyIfFiniteState, "apply_if_finite"), (optax.MultiStepsState, "MultiSteps")):
+        if isinstance(opt_state, kind) and _gossip_states(opt_state):
+            raise ValueError(
+                f"optax.{name} stands around the gossip transform: a worker that skips an update would miss an "
+                f"exchange, and the others would wait for it. Put optax.{name} around the optimiser alone"
+            )
     if type(opt_state) is tuple and _gossip_states(opt_state[:-1]):  # the state of optax.chain
         raise ValueError(
             "another transform follows the gossip transform in the chain, and would change the step to the averaged "

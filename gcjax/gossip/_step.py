@@ -42,7 +42,7 @@ def make_train_step(
 
     Raises:
       ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, with one over other
-        axes, with another transform after it, or with `optax.apply_if_finite` around it.
+        axes, with another transform after it, or with `optax.apply_if_finite` or `optax.MultiSteps` around it.
       TypeError, RuntimeError: as `gcjax.make_train_step`.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
