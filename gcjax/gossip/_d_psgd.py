@@ -15,7 +15,7 @@ import optax
 
 from gcjax._comm.collectives import dense_mean, send
 from gcjax._types import AxisNames, PyTree
-from gcjax.gossip._graphs import Graph, check_graph, mixing_matrix, neighbours
+from gcjax.gossip._graphs import Graph, adjacency, check_graph, mixing_matrix
 from gcjax.gossip._matchings import rounds
 from gcjax.gossip._periodic import (
     Exchange,
@@ -78,7 +78,7 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
             weight = jnp.asarray(receiver_weights)[inputs.rank]
             for k, x in enumerate(models):
                 changes[k] += weight * (send(x, to, inputs.axes) - x)
-        degrees = neighbours(graph, workers)[1]
+        degrees = adjacency(graph, workers).sum(1)
         if (most := int(degrees.max()) * length) >= 2**32:
             raise ValueError(
                 f"a worker sends {most:,} entries in one exchange, and gcjax.gossip counts to {2**32 - 1:,}; give a "

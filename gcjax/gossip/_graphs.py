@@ -52,20 +52,6 @@ def adjacency(graph: Graph, n: int) -> np.ndarray:
     return linked
 
 
-def neighbours(graph: Graph, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of neighbours that each node sends to.
-
-    Returns:
-      int32[n, largest degree], each row padded with the node itself, and int32[n], the degrees.
-    """
-    linked = adjacency(graph, n)
-    degree = linked.sum(1).astype(np.int32)
-    table = np.repeat(np.arange(n, dtype=np.int32)[:, None], max(degree.max(), 1), axis=1)
-    for i, row in enumerate(linked):
-        table[i, : degree[i]] = np.flatnonzero(row)
-    return table, degree
-
-
 def mixing_matrix(graph: Graph, n: int) -> np.ndarray:
     """float64[n, n] of non-negative weights; rows and columns sum to 1. x_i becomes sum_j W[i, j] x_j.
 

@@ -20,7 +20,6 @@ from gcjax._kernels.bits import pack_planes, unpack_planes
 from gcjax._kernels.floats import TINY, exponent, magnitude_bits, power_of_two
 from gcjax._kernels.hashing import quick_bits, uniform
 from gcjax._types import Array, ArrayLike
-from gcjax._validation import check_integer
 
 FINEST = 2.0**-24  # of a vector's largest entry: float32 resolves nothing finer, so no scale needs to be
 _LIMIT = 1 << 30  # larger integers could overflow int32
@@ -51,7 +50,6 @@ def encode_points(points: Array, in_range: Array, bits: int, words: int) -> Arra
 
     Unless `in_range`, `decode` rejects the checksum. `bits` is 4 to 16; `words` are the mask words that are used.
     """
-    check_integer("bits", bits, 4, 16)
     checksum = _checksum(points)
     checksum = jnp.where(in_range, checksum, ~checksum)
     return jnp.concatenate([checksum[None], pack_planes(points & ((1 << bits) - 1), bits, words)])
@@ -70,7 +68,6 @@ def decode(words: Array, reference: Array, scale: ArrayLike, bits: int) -> tuple
     Returns:
       float32[blocks, 32, 128], and a bool: whether the checksum agrees. If it does not, the values are meaningless.
     """
-    check_integer("bits", bits, 4, 16)
     nearest, in_range = _as_integers(jnp.round(reference / scale))
     sent = unpack_planes(words[1:], bits).astype(jnp.int32)
     unused = 32 - bits

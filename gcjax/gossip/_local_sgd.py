@@ -16,6 +16,7 @@ is kept until it is mixed in: in one compiled step, XLA runs a collective in a c
 `delay` gives the paper's updates, and hides no time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -200,26 +201,28 @@ def local_sgd(
             state, aim = state._replace(anchor=anchor, outer=outer_state), flatten(layout, anchor)
         return jax.tree.map(lambda new, own: mixing * (new - own), aim, inputs.models()), state
 
-    def at_once(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
-        arrived, state, words = send(inputs, state)
-        changes, state = mix(inputs, state, arrived)
-        return ExchangeResult(changes, state, words, inputs.workers > 1)
-
-    def only_send(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
-        arrived, state, words = send(inputs, state)
-        changes = jax.tree.map(jnp.zeros_like, inputs.params)
-        return ExchangeResult(changes, state._replace(arrived=arrived), words, inputs.workers > 1)
-
-    def only_mix(inputs: ExchangeInput, state: OuterState) -> ExchangeResult:
-        changes, state = mix(inputs, state, state.arrived)
-        return ExchangeResult(changes, state, 0, False)
+    def exchange(
+        number: int, sends: bool, mixes: bool, inputs: ExchangeInput, states: tuple[OuterState, ...]
+    ) -> ExchangeResult:
+        """Send the fragment of this number, mix in what has arrived of it, or both."""
+        state, words = states[number], jnp.uint32(0)
+        arrived = state.arrived
+        if sends:
+            arrived, state, words = send(inputs, state)
+        if mixes:
+            changes, state = mix(inputs, state, arrived)
+        else:
+            changes, state = jax.tree.map(jnp.zeros_like, inputs.params), state._replace(arrived=arrived)
+        states = (*states[:number], state, *states[number + 1 :])
+        return ExchangeResult(changes, states, words, sends and inputs.workers > 1)
 
     parts = [_part(fragments, count, number) for number in range(count)]
     exchanges = []
     for number, part in enumerate(parts):
         at = (number + 1) * local_steps // count
-        for run, when in ((only_send, at), (only_mix, at + delay)) if delay else ((at_once, at),):
-            exchanges.append(Exchange(_of_fragment(run, number), when, part))
+        exchanges.append(Exchange(functools.partial(exchange, number, True, not delay), at, part))
+        if delay:
+            exchanges.append(Exchange(functools.partial(exchange, number, False, True), at + delay, part))
     return periodic_exchange(init_method, exchanges, local_steps, axis_name)
 
 
@@ -250,16 +253,6 @@ def _check_compressor(
                 "send a part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual "
                 "such as gcjax.qsgd_compress"
             )
-
-
-def _of_fragment(run: Callable[[ExchangeInput, OuterState], ExchangeResult], number: int) -> Callable:
-    """`run`, which takes and returns the state of one fragment, on the states of all."""
-
-    def run_one(inputs: ExchangeInput, states: tuple[OuterState, ...]) -> ExchangeResult:
-        result = run(inputs, states[number])
-        return result._replace(method=(*states[:number], result.method, *states[number + 1 :]))
-
-    return run_one
 
 
 def _count_fragments(fragments: PyTree, local_steps: int) -> int:

@@ -34,7 +34,7 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
 
     An SPMD program can draw one of them with equal chances; it cannot draw any matching, because a permutation of
     devices must be known at compile time. Every matching is maximal, and together they connect the graph. k is at most
-    64, unless it takes more to connect the graph: a star of n nodes needs n - 1. For the complete graph they are a
+    64, unless 64 of them do not connect the graph: a star of n nodes needs n - 1. For the complete graph they are a
     round-robin tournament (64 of its rounds for more workers), for an even ring its two halves, and so on. If one
     worker must sit out, it is not always the same one.
 
@@ -58,20 +58,8 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
     family = _tournament(n) if linked.sum() == n * (n - 1) else rounds(graph, n)
     if not all(_is_maximal(linked, partner) for partner in family):
         return _balanced(linked)
-    return _drawn(family) if len(family) > MOST_MATCHINGS else family
-
-
-def _drawn(family: np.ndarray) -> np.ndarray:
-    """At most `MOST_MATCHINGS` of the matchings, or as many as connect what all of them do."""
-    smallest = np.arange(family.shape[1])  # of each node, the smallest node that it is connected with
-    joining: list[int] = []
-    others: list[int] = []
-    for r in np.random.default_rng(0).permutation(len(family)):
-        before = smallest.copy()
-        for i, j in enumerate(family[r] if smallest.any() else ()):
-            smallest[smallest == max(smallest[i], smallest[j])] = min(smallest[i], smallest[j])
-        (others if (smallest == before).all() else joining).append(r)
-    return family[(joining + others)[: max(len(joining), MOST_MATCHINGS)]]
+    some = family[np.random.default_rng(0).permutation(len(family))[:MOST_MATCHINGS]]
+    return some if len(family) > MOST_MATCHINGS and _connects(some) else family
 
 
 def _tournament(n: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._comm.collectives import axis_size, axis_tuple, worker_index
+from gcjax._comm.collectives import axis_size, axis_tuple, send, worker_index
 from gcjax._core.checks import check_countable
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, unchecked_axes, vary, vary_like, varying_axes
@@ -74,13 +74,12 @@ class Exchange(NamedTuple):
     Attributes:
       run: run(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
       at: number of the first update in which it runs, counted from 1; at most 2 * local_steps.
-      part: part(tree) -> the tree with `optax.MaskedNode()` in place of the leaves that the exchange leaves alone; None
-        for all leaves.
+      part: part(tree) -> the tree with `optax.MaskedNode()` in place of the leaves that the exchange leaves alone.
     """
 
     run: Callable[[ExchangeInput, Any], ExchangeResult]
     at: int
-    part: Callable[[PyTree], PyTree] | None = None
+    part: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
 def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
@@ -92,6 +91,16 @@ def leaves_of(layout: Layout, vectors: Sequence[Array]) -> list[tuple[Array, ...
     """The inverse of `vectors_of`, of float32[bucket.entries] for each bucket."""
     pairs = zip(layout.buckets, vectors, strict=True)
     return [tuple(split_vector(vector, [s.shape for s in bucket.segments])) for bucket, vector in pairs]
+
+
+def send_in_round(plan: np.ndarray, number: Array, arrays: list[Array], axes: tuple[str, ...]) -> list[Array]:
+    """What each worker receives in one round of a plan, int[rounds, workers], whose rows say to whom each one sends."""
+
+    def run(to, arrays):
+        return [send(x, to, axes) for x in arrays]
+
+    # One branch for each round, because a permutation of devices must be static. Only the branch of this round runs.
+    return lax.switch(number, [functools.partial(run, to) for to in plan], arrays)
 
 
 def no_exchange(inputs: ExchangeInput, method: PyTree) -> ExchangeResult:
@@ -155,11 +164,10 @@ def periodic_exchange(
             took_part: ArrayLike = False
             failed: ArrayLike = False
             for exchange in now:
-                whole, part = updates, exchange.part or (lambda tree: tree)
-                layout = layout_of(part(whole))
-                local, number = flatten(layout, part(whole)), state.step // local_steps
-                params_layout = layout_of(part(params))
-                own = flatten(params_layout, part(params))
+                whole, own = updates, exchange.part(params)
+                layout, params_layout = layout_of(exchange.part(whole)), layout_of(own)
+                local, number = flatten(layout, exchange.part(whole)), state.step // local_steps
+                own = flatten(params_layout, own)
                 inputs = ExchangeInput(layout, params_layout, own, local, number, axes, workers, rank)
                 result = exchange.run(inputs, method)
                 total, method = jax.tree.map(jnp.add, local, result.changes), result.method

@@ -8,15 +8,12 @@ Deep Learning", ICML 2019, arXiv 1811.10792, algorithm 1.
 **Deviations.** The parameters are the de-biased z = x / w. x is computed from them and from w, which the state keeps.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from gcjax._comm.collectives import axis_tuple, send
+from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import PerWorker
 from gcjax._types import AxisNames
 from gcjax.gossip._graphs import Graph, check_graph
@@ -28,6 +25,7 @@ from gcjax.gossip._periodic import (
     leaves_of,
     no_exchange,
     periodic_exchange,
+    send_in_round,
     vectors_of,
 )
 
@@ -82,15 +80,11 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         pushed = vectors_of(jax.tree.map(lambda z, u: weight * z + u, inputs.params, inputs.updates))
         pushed[-1] = jnp.concatenate([pushed[-1], weight[None]])
         kept = [jnp.where(sends, x / 2, x) for x in pushed]
-
-        def push(to, halves):
-            return [send(x, to, inputs.axes) for x in halves]
-
-        received = lax.switch(turn, [functools.partial(push, to) for to in plan], kept)
+        received = send_in_round(plan, turn, kept, inputs.axes)
         total = [x + y for x, y in zip(kept, received, strict=True)]
         weight = total[-1][-1]
-        total = leaves_of(inputs.layout, [*total[:-1], total[-1][:-1]])
-        changes = jax.tree.map(lambda x, z, u: x / weight - z - u, total, inputs.params, inputs.updates)
+        models = leaves_of(inputs.layout, [*total[:-1], total[-1][:-1]])
+        changes = jax.tree.map(lambda x, z, u: x / weight - z - u, models, inputs.params, inputs.updates)
         words = jnp.where(sends, inputs.layout.entries + 1, 0)
         return ExchangeResult(changes, PerWorker.pack(weight, axes), words, sends)
 

@@ -120,16 +120,7 @@ def mean_params(params: PyTree, weights: ArrayLike | None = None) -> PyTree:
     >>> print(gcjax.gossip.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})["w"])  # of two workers
     [2. 4.]
     """
-    stacked = _stacked(params)
-    if weights is not None:
-        weights = jnp.asarray(weights, jnp.float32)
-        for workers in {len(x) for x in jax.tree.leaves(stacked)}:
-            if weights.shape != (workers,):
-                raise ValueError(
-                    f"weights has shape {weights.shape}, but the parameters are those of {workers} workers; give the "
-                    "weights of gcjax.gossip.info(state.opt_state)"
-                )
-    return _mean(stacked, weights)
+    return _mean(_stacked(params), None if weights is None else jnp.asarray(weights, jnp.float32))
 
 
 class ConsensusDistance(NamedTuple):
@@ -165,6 +156,11 @@ def _stacked(params: PyTree) -> PyTree:
 @jax.jit
 def _mean(stacked: PyTree, weights: Array | None) -> PyTree:
     def mean(x):
+        if weights is not None and weights.shape != x.shape[:1]:
+            raise ValueError(
+                f"weights has shape {weights.shape}, but the parameters are those of {len(x)} workers; give the "
+                "weights of gcjax.gossip.info(state.opt_state)"
+            )
         return jnp.average(x.astype(jnp.float32), axis=0, weights=weights).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)

@@ -12,9 +12,8 @@ arXiv 1910.12308: the blocking variant.
 rounded models, not to their mean: what one gains the other loses, so the mean of all models does not change.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._comm.collectives import pmax_if_axes, send
+from gcjax._comm.collectives import pmax_if_axes
 from gcjax._jax_compat import in_32_bits
 from gcjax._kernels.groups import Groups, leaf_groups
 from gcjax._kernels.hashing import step_key
@@ -39,6 +38,7 @@ from gcjax.gossip._periodic import (
     leaves_of,
     no_exchange,
     periodic_exchange,
+    send_in_round,
     vectors_of,
 )
 
@@ -116,9 +116,7 @@ def swarm_average(
         paired = jnp.asarray(family != np.arange(inputs.workers))[drawn, inputs.rank]
 
         def swap(payloads):
-            """One branch per matching, because a permutation of devices must be static. Only the drawn one runs."""
-            branches = [functools.partial(_send_all, partner, inputs.axes) for partner in family]
-            return lax.switch(drawn, branches, payloads)
+            return send_in_round(family, drawn, payloads, inputs.axes)
 
         if bits is None:
             theirs = leaves_of(inputs.layout, swap(vectors_of(models)))
@@ -129,10 +127,6 @@ def swarm_average(
     return periodic_exchange(
         in_32_bits(init_method), [Exchange(in_32_bits(exchange), local_steps)], local_steps, axis_name
     )
-
-
-def _send_all(partner: Sequence[int], axes: tuple[str, ...], payloads: list[Array]) -> list[Array]:
-    return [send(x, partner, axes) for x in payloads]
 
 
 def _on_lattice(
@@ -146,14 +140,7 @@ def _on_lattice(
 ) -> ExchangeResult:
     """Exchange lattice points, and if any worker cannot decode, whole models.
 
-    Args:
-      inputs: of the exchange.
-      models: after the local update, the leaves of each bucket.
-      paired: bool, whether this worker has a partner.
-      swap: swap(arrays) -> the partner's.
-      margins: float32 per leaf of each bucket, the same on all workers.
-      bits: per entry.
-      key: the transform's key.
+    `swap` gives the partner's arrays; `margins` are float32 for each leaf of each bucket, the same on all workers.
     """
     buckets = inputs.layout.buckets
     # The barrier writes the models out once. XLA could otherwise compute a model again with other fused

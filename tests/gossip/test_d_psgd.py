@@ -38,31 +38,29 @@ def test_update_is_mixing_matrix_product_plus_local_update(graph, workers):
     np.testing.assert_array_equal(info.bits, 32 * BUCKET * degree)
 
 
-@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
-def test_axes_in_any_order_number_the_workers(axes):
-    mesh, graph = jax.make_mesh((2, 3), ("x", "y"), devices=jax.devices()[:6]), [(0, i) for i in range(1, 6)]
-    tx, models = gossip.d_psgd(graph, axis_name=axes), np.arange(1.0, 7, dtype=np.float32)
-    state = gcjax.distribute(tx.init(jnp.zeros(1)), mesh)
+def mixed_once(graph, models, mesh, axes):
+    """The models after an exchange, one after the other along axis 0."""
+    tx = gossip.d_psgd(graph, axis_name=axes)
+    state = gcjax.distribute(tx.init(models), mesh)
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(P(axes), gcjax.state_specs(state)), out_specs=P(axes))
     def step(model, state):
         return model + tx.update(jnp.zeros_like(model), state, model)[0]
 
-    mixed = step(jax.device_put(models, jax.NamedSharding(mesh, P(axes))), state)
+    return np.asarray(step(jax.device_put(models, jax.NamedSharding(mesh, P(axes))), state))
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
+def test_axes_in_any_order_number_the_workers(axes):
+    mesh, graph = jax.make_mesh((2, 3), ("x", "y"), devices=jax.devices()[:6]), [(0, i) for i in range(1, 6)]
+    models = np.arange(1.0, 7, dtype=np.float32)
+    mixed = mixed_once(graph, models, mesh, axes)
     np.testing.assert_allclose(mixed, mixing_matrix(graph, 6) @ models, rtol=1e-6)
 
 
 def test_an_infinite_float16_model_stays_visible():
-    tx = gossip.d_psgd("ring", axis_name="data")
-    state = gcjax.distribute(tx.init(jnp.zeros(2, jnp.float16)), mesh_of(2))
-
-    @jax.shard_map(mesh=mesh_of(2), in_specs=(P("data"), gcjax.state_specs(state)), out_specs=P("data"))
-    def step(model, state):
-        return model + tx.update(jnp.zeros_like(model), state, model)[0]
-
-    models = jax.device_put(jnp.float16([jnp.inf, 1, 2, 3]), jax.NamedSharding(mesh_of(2), P("data")))
-    mixed = np.asarray(jax.jit(step)(models, state))
+    mixed = mixed_once("ring", np.float16([np.inf, 1, 2, 3]), mesh_of(2), "data")
     assert not np.isfinite(mixed[[0, 2]]).any()
     np.testing.assert_array_equal(mixed[[1, 3]], 2)
 

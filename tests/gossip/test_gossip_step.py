@@ -47,7 +47,10 @@ def test_chains_in_which_gossip_cannot_work_raise():
         (optax.chain(optax.sgd(0.1), gossip.d_psgd()), r"along \('data',\), but the gossip transform names \(\)"),
         (optax.chain(average, optax.sgd(0.1)), "another transform follows .* Put the gossip transform last"),
         (optax.masked(optax.chain(optax.chain(optax.sgd(0.1), average), optax.clip(1.0)), True), "another transform"),
-        (optax.apply_if_finite(optax.chain(optax.sgd(0.1), average), 3), "apply_if_finite .* around the gossip.* alone"),
+        (
+            optax.apply_if_finite(optax.chain(optax.sgd(0.1), average), 3),
+            "apply_if_finite .* around the gossip.* alone",
+        ),
         (optax.MultiSteps(optax.chain(optax.sgd(0.1), average), 2), "MultiSteps stands around the gossip.* alone"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ import pytest
 from graph_cases import DIRECTED, STAR, UNDIRECTED, one_way
 
 from gcjax.gossip import random_regular, spectral_gap
-from gcjax.gossip._graphs import adjacency, check_graph, mixing_matrix, neighbours
+from gcjax.gossip._graphs import adjacency, check_graph, mixing_matrix
 
 
 def pairs_of(graph, n):
@@ -29,12 +29,6 @@ def test_named_graphs_have_the_defined_edges():
     assert pairs_of("exponential", 6) == {(i, (i + shift) % 6) for i in range(6) for shift in (1, 2, 4)}
     assert pairs_of(STAR, 5) == set(STAR)
     assert pairs_of(one_way(4), 4) == {(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)}
-
-
-def test_neighbour_lists_are_padded_with_the_node():
-    table, degree = neighbours(STAR, 5)
-    assert table.tolist() == [[1, 2, 3, 4]] + [[0, i, i, i] for i in (1, 2, 3, 4)]
-    assert degree.tolist() == [4, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, *DIRECTED[:3]])

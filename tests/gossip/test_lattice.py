@@ -59,13 +59,6 @@ def checksum(points):
     return total % 2**32
 
 
-def nearest_with_last_bits(last, reference, scale, bits):
-    """The integer with these last bits that is nearest to reference / scale."""
-    around = round(reference / scale)
-    near = [z for z in range(around - 2**bits, around + 2**bits) if z % 2**bits == last]
-    return min(near, key=lambda z: abs(z - reference / scale))
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_words_and_values_match_the_oracle(bits):
     scale, x = 0.25, normal(SIZE)
@@ -78,8 +71,6 @@ def test_words_and_values_match_the_oracle(bits):
         assert abs(int(z) * scale - float(x[i])) < scale
         last = sum((int(words[1 + WORDS * b + i % WORDS]) >> i // WORDS & 1) << b for b in range(bits))
         assert last == z % 2**bits
-        if bits < 16:
-            assert nearest_with_last_bits(last, float(near[i]), scale, bits) == z
     values, right = decode(words, near, scale, bits)
     assert right
     np.testing.assert_array_equal(values, points.astype(np.float32) * np.float32(scale))
@@ -184,11 +175,3 @@ def test_scale_for_is_the_smallest_sufficient_power_of_two(bits):
         assert math.frexp(scale)[0] == 0.5
         assert margin(float(scale), bits) >= float(distance) > margin(float(scale) / 2, bits)
     assert scale_for(np.float32(0), bits) == 2.0**-126
-
-
-@pytest.mark.parametrize(("bits", "error"), [(3, ValueError), (17, ValueError), (8.0, TypeError), (True, TypeError)])
-def test_bad_bits_raise(bits, error):
-    with pytest.raises(error, match="bits must be"):
-        jax.eval_shape(lambda x: encode.__wrapped__(x, 1.0, bits, KEY), np.zeros(1, np.float32))
-    with pytest.raises(error, match="bits must be"):
-        decode.__wrapped__(np.zeros(9, np.uint32), np.zeros(1, np.float32), 1.0, bits)

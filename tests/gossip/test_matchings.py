@@ -66,8 +66,3 @@ def test_64_matchings_of_many_workers_mix_nearly_as_well():
     assert len(np.unique(family, axis=0)) == len(family) == 64
     step = np.mean([(np.eye(100) + np.eye(100)[partner]) / 2 for partner in family], axis=0)
     assert 1 - np.linalg.norm(step - 0.01, 2) > 0.4  # 0.505 with all
-
-
-def test_matchings_of_a_directed_graph_raise():
-    with pytest.raises(ValueError, match=r"must be undirected, got 'exponential'"):
-        matchings("exponential", 4)

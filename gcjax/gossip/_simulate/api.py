@@ -17,8 +17,8 @@ import optax
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_flag, check_integer
 from gcjax.gossip._graphs import Graph, adjacency, is_undirected
-from gcjax.gossip._simulate.clocks import World, check_world, message_bits
-from gcjax.gossip._simulate.events import pair_simulation
+from gcjax.gossip._simulate.clocks import World, check_world, meetings, message_bits
+from gcjax.gossip._simulate.events import event_simulation
 from gcjax.gossip._simulate.nodes import Simulation, Trainer, make_trainer
 from gcjax.gossip._simulate.rounds import round_simulation
 
@@ -150,7 +150,18 @@ def simulate(
     if algorithm not in ("sgp", *REDUCE) and not is_undirected(adjacency(used, nodes)):
         raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
     if algorithm in ("swarm", "ad_psgd"):
-        simulation = pair_simulation(trainer, world, nodes, steps, used, local_steps, geometric, blocking, bits)
+        events = meetings(
+            world,
+            used,
+            nodes,
+            steps * nodes,
+            local_steps=local_steps,
+            geometric=geometric,
+            blocking=blocking,
+            bits=message_bits(len(trainer.start), bits),
+            rng=np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32))),
+        )
+        simulation = event_simulation(trainer, events, nodes, delay=world.delay, blocking=blocking, bits=bits)
     else:
         simulation = round_simulation(trainer, world, nodes, steps, algorithm, used, local_steps)
     return _run(simulation, trainer, data, evaluate, moments, progress)

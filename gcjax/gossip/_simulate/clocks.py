@@ -9,7 +9,7 @@ from gcjax._comm.simulated import Transfer
 from gcjax._kernels.buckets import vector_bucket
 from gcjax._planner.network import Link
 from gcjax._validation import check_number
-from gcjax.gossip._graphs import Graph, neighbours
+from gcjax.gossip._graphs import Graph, adjacency
 
 
 class World(NamedTuple):
@@ -96,7 +96,7 @@ def meetings(
     during which the node's clock stands still. If blocking, the node first waits until the partner's clock rings too,
     and both clocks stand still.
     """
-    lists, degree = neighbours(graph, nodes)
+    neighbours = [np.flatnonzero(row) for row in adjacency(graph, nodes)]
     mean = check_world(world, nodes)
     exchange = exchange_seconds(world if blocking else world._replace(delay=0.0), bits, 2)
 
@@ -115,7 +115,7 @@ def meetings(
         t, i = heapq.heappop(queue)
         if t != rings[i]:
             continue  # the node has met another since
-        j = int(lists[i, rng.integers(degree[i])]) if degree[i] else i
+        j = int(rng.choice(neighbours[i])) if len(neighbours[i]) else i
         together = blocking and i != j
         end = (max(t, rings[j]) if together else t) + (exchange if i != j else 0.0)
         meets = i != j and (world.drop == 0 or rng.random() >= world.drop)

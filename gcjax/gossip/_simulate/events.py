@@ -11,9 +11,8 @@ from jax import lax
 from gcjax._kernels.buckets import vector_bucket
 from gcjax._kernels.floats import TINY
 from gcjax._types import Array, ArrayLike, PyTree
-from gcjax.gossip._graphs import Graph
 from gcjax.gossip._lattice import FINEST, decode, encode_points, lattice_points, margin, scale_for
-from gcjax.gossip._simulate.clocks import Events, World, meetings, message_bits
+from gcjax.gossip._simulate.clocks import Events, message_bits
 from gcjax.gossip._simulate.nodes import Simulation, Trainer, distance_from_mean, running_sums
 
 SLACK = 2.0  # the lattice's margin over the largest recent distance
@@ -54,32 +53,6 @@ class Schedule(NamedTuple):
     steps: Array
     meets: Array
     arrived: Array
-
-
-def pair_simulation(
-    trainer: Trainer,
-    world: World,
-    nodes: int,
-    steps: int,
-    graph: Graph,
-    local_steps: int,
-    geometric: bool,
-    blocking: bool,
-    bits: int | None,
-) -> Simulation:
-    """A simulation of `steps` gradient steps per node; the options are those of `simulate`."""
-    events = meetings(
-        world,
-        graph,
-        nodes,
-        steps * nodes,
-        local_steps=local_steps,
-        geometric=geometric,
-        blocking=blocking,
-        bits=message_bits(len(trainer.start), bits),
-        rng=np.random.default_rng(np.asarray(jax.random.bits(trainer.key, (4,), jnp.uint32))),
-    )
-    return event_simulation(trainer, events, nodes, delay=world.delay, blocking=blocking, bits=bits)
 
 
 def event_simulation(

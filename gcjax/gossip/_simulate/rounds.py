@@ -43,24 +43,28 @@ def round_simulation(
     count = -(-steps // local_steps)
     slowest = check_world(world, nodes).max() * local_steps
     pair_seconds = exchange_seconds(world, message, 2)
-    plan = None
+    plan, unit = None, functools.partial(_local_sgd, trainer, local_steps)
     if algorithm == "d_psgd":
+        unit = functools.partial(_d_psgd, trainer, local_steps, world.drop)
         plan, linked = jnp.asarray(mixing_matrix(graph, nodes), jnp.float32), adjacency(graph, nodes)
         seconds = np.full(count, linked.sum(1).max() * pair_seconds)
         sent = np.full(count, message * linked.sum() / nodes)
     elif algorithm == "sgp":
+        unit = functools.partial(_sgp, trainer, local_steps, world.drop)
         turns = rounds(graph, nodes) if nodes > 1 else np.zeros((1, 1), np.int32)
         plan = jnp.asarray(turns)
         pushes = np.resize((turns != np.arange(nodes)).mean(1), count)
         seconds, sent = pair_seconds * (pushes > 0), (message + 32) * pushes  # the weight takes a word
     else:
+        if algorithm == "allreduce":
+            unit = functools.partial(_large_batch, trainer)
         tries = 1 / (1 - world.drop)
         seconds = np.full(count, tries * exchange_seconds(world, message, nodes))
         sent = np.full(count, tries * 8 * ring_bytes(Transfer("all_reduce", message // 8), nodes))
     return Simulation(
         state=_first_state(trainer, nodes, algorithm),
         plan=plan,
-        unit=functools.partial(_one_round, trainer, algorithm, local_steps, world.drop),
+        unit=unit,
         summarise=_summarise,
         gradients=running_sums(np.full(count, float(local_steps))),
         seconds=running_sums(slowest + seconds),
@@ -85,25 +89,7 @@ def _summarise(state: RoundState) -> tuple[Array, Array, Array]:
     return mean, distance_from_mean(state.models / state.weight[:, None], mean), jnp.int32(0)
 
 
-def _one_round(
-    trainer: Trainer,
-    algorithm: str,
-    local_steps: int,
-    drop: float,
-    state: RoundState,
-    data: PyTree,
-    plan: PyTree,
-    r: Array,
-) -> RoundState:
-    if algorithm == "allreduce":
-        return _large_batch(trainer, state, data, r)
-    if algorithm == "local_sgd":
-        return _local_sgd(trainer, state, data, r, local_steps)
-    step = _d_psgd if algorithm == "d_psgd" else _sgp
-    return step(trainer, state, data, plan, r, local_steps, drop)
-
-
-def _large_batch(trainer: Trainer, state: RoundState, data: PyTree, r: Array) -> RoundState:
+def _large_batch(trainer: Trainer, state: RoundState, data: PyTree, plan: None, r: Array) -> RoundState:
     """One optimiser steps along the mean gradient of all nodes' batches."""
     nodes = jnp.arange(len(state.weight), dtype=jnp.int32)
     batches = jax.vmap(lambda node: trainer.batch(data, node, r))(nodes)
@@ -114,14 +100,14 @@ def _large_batch(trainer: Trainer, state: RoundState, data: PyTree, r: Array) ->
     return RoundState(model, opt_state, state.weight)
 
 
-def _local_sgd(trainer: Trainer, state: RoundState, data: PyTree, r: Array, local_steps: int) -> RoundState:
+def _local_sgd(trainer: Trainer, local_steps: int, state: RoundState, data: PyTree, plan: None, r: Array) -> RoundState:
     """Local steps from the common model, then the mean of all models."""
     models, opt_state = trainer.local_steps_of_all(data, state.models, state.opt_state, r * local_steps, local_steps)
     return RoundState(models.mean(0), opt_state, state.weight)
 
 
 def _d_psgd(
-    trainer: Trainer, state: RoundState, data: PyTree, plan: Array, r: Array, local_steps: int, drop: float
+    trainer: Trainer, local_steps: int, drop: float, state: RoundState, data: PyTree, plan: Array, r: Array
 ) -> RoundState:
     """x_i becomes sum_j W[i, j] x_j plus its own update, from gradients before the exchange."""
     models, opt_state = trainer.local_steps_of_all(data, state.models, state.opt_state, r * local_steps, local_steps)
@@ -134,7 +120,7 @@ def _d_psgd(
 
 
 def _sgp(
-    trainer: Trainer, state: RoundState, data: PyTree, plan: Array, r: Array, local_steps: int, drop: float
+    trainer: Trainer, local_steps: int, drop: float, state: RoundState, data: PyTree, plan: Array, r: Array
 ) -> RoundState:
     """Updates from the gradients at x / w; then half of x and of w is pushed to the neighbour whose turn it is."""
     unbiased = state.models / state.weight[:, None]
