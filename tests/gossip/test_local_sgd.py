@@ -152,17 +152,6 @@ def test_fragments_are_sent_in_turn_and_mixed_in_later():
     assert len({c.computation for c in found} - {"ENTRY"}) == 2
 
 
-def test_one_fragment_without_delay_has_the_bits_of_local_sgd():
-    def bits(**options):
-        run, params = Workers(gossip.local_sgd(2, outer=DILOCO, axis_name="data", **options), 4), normal(4)
-        params = {k: np.broadcast_to(x[:1], x.shape) for k, x in params.items()}
-        for number in range(5):
-            params = run.step(params, normal(4, number))
-        return params
-
-    assert_same(bits(fragments={"a": 0, "b": 0}, delay=0, mixing=1.0), bits())
-
-
 def test_mixing_keeps_the_sum_of_all_models():
     run, params = Workers(gossip.local_sgd(2, fragments=2, mixing=0.5, axis_name="data"), 4), dyadic(4)
     for number in range(4):

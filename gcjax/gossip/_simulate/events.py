@@ -58,16 +58,7 @@ class Schedule(NamedTuple):
 def event_simulation(
     trainer: Trainer, events: Events, nodes: int, *, delay: float, blocking: bool, bits: int | None
 ) -> Simulation:
-    """A simulation of given events.
-
-    Args:
-      trainer: the nodes' program.
-      events: the meetings.
-      nodes: number of nodes.
-      delay: seconds until a message reaches the partner's copy. Ignored if blocking: `events` has it in the times.
-      blocking: whether both nodes finish their local steps first.
-      bits: of the lattice; None in full precision.
-    """
+    """A simulation of given events. `delay` is ignored if blocking: the times of `events` have it already."""
     plan, slots = _schedule(events, 0.0 if blocking else delay)
     message = message_bits(len(trainer.start), bits)
 
@@ -172,20 +163,11 @@ def _deliver(state: PairState, plan: Schedule, e: Array) -> Array:
 def _exchange(
     trainer: Trainer, bits: int | None, models: Array, distance: Array, moved: Array, e: Array, meets: Array
 ) -> tuple[Array, Array, ArrayLike]:
-    """Move two models towards each other by opposite changes, so that their mean stays.
+    """Move two models, float32[2, P], towards each other by opposite changes, so that their mean stays.
 
-    Args:
-      trainer: for the key.
-      bits: of the lattice; None in full precision.
-      models: float32[2, P].
-      distance: float32[2], of `PairState`.
-      moved: float32, a scalar or [2], the largest entry of the senders' updates since their last meeting: a first guess
-        and a lower bound for the distance.
-      e: int32, number of the event.
-      meets: bool, whether the exchange succeeds.
-
-    Returns:
-      The changes, float32[2, P]; the new distances, float32[2]; the number of messages sent again in full.
+    `moved`, float32 or float32[2], is the largest entry of the senders' updates since their last meeting: a first guess
+    and a lower bound for the distance. Returns the changes, the new distances, and how many messages were sent again in
+    full.
     """
     half = jnp.where(meets, 0.5, 0.0)
     if bits is None:
