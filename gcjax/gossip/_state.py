@@ -9,6 +9,7 @@ import optax
 
 from gcjax._core.info import local_parts
 from gcjax._core.per_worker import PerWorker
+from gcjax._core.state import is_compress_state
 from gcjax._types import Array, ArrayLike, PyTree
 
 
@@ -133,6 +134,19 @@ def find_gossip_state(opt_state: PyTree) -> GossipState:
 
 
 def check_chain(opt_state: PyTree) -> None:
+    """Raise ValueError if other transforms of a chain spoil what its only gossip transform does."""
+    axes = find_gossip_state(opt_state).traffic.axes
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_gossip(node) or is_compress_state(node)):
+        if is_compress_state(node) and set(node.report.axes) >= set(axes):
+            raise ValueError(
+                f"a compressor over {node.report.axes} stands beside the gossip transform: it averages the gradients "
+                "of all workers in every step, which leaves gossip nothing to do. Leave it out; to compress what is "
+                "exchanged, use gcjax.gossip.local_sgd(compressor=...) or swarm_average(bits=...)"
+            )
+    _check_place(opt_state)
+
+
+def _check_place(opt_state: PyTree) -> None:
     """Raise ValueError if a transform follows the gossip transform, or may keep a worker from an exchange."""
     if _is_gossip(opt_state) or not isinstance(opt_state, tuple):
         return
@@ -148,7 +162,7 @@ def check_chain(opt_state: PyTree) -> None:
             "models. Put the gossip transform last"
         )
     for node in opt_state:
-        check_chain(node)
+        _check_place(node)
 
 
 class LocalLeaf(NamedTuple):

@@ -42,7 +42,8 @@ def make_train_step(
 
     Raises:
       ValueError: as `gcjax.make_train_step`; (from `init`) a chain without a gossip transform, with one over other
-        axes, with another transform after it, or with `optax.apply_if_finite` or `optax.MultiSteps` around it.
+        axes, with another transform after it, with `optax.apply_if_finite` or `optax.MultiSteps` around it, or with a
+        compressor over the same axes beside it.
       TypeError, RuntimeError: as `gcjax.make_train_step`.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
@@ -68,13 +69,13 @@ class GossipStep(TrainStep):
         check_model_state(model_state)
         opt_state = self._tx.init(params)
         gossip_axes = find_gossip_state(opt_state).traffic.axes
-        check_chain(opt_state)
-        check_compressors(opt_state, self._axes)
         if gossip_axes != self._axes:
             raise ValueError(
                 f"the step's workers are along {self._axes}, but the gossip transform names {gossip_axes}; give it "
                 "the same axis_name"
             )
+        check_chain(opt_state)
+        check_compressors(opt_state, self._axes)
         local = PerWorker.pack(params, self._axes)
         local_model_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
         state = TrainState(jnp.int32(0), local, pack_leaves(opt_state, self._axes), local_model_state, key)

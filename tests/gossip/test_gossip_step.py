@@ -51,6 +51,7 @@ def test_chains_in_which_gossip_cannot_work_raise():
             optax.apply_if_finite(optax.chain(optax.sgd(0.1), average), 3),
             "apply_if_finite .* around the gossip.* alone",
         ),
+        (optax.chain(gcjax.top_k_compress(0.1, axis_name="data"), average), "a compressor over .* beside the gossip"),
         (optax.MultiSteps(optax.chain(optax.sgd(0.1), average), 2), "MultiSteps stands around the gossip.* alone"),
     ):
         with pytest.raises(ValueError, match=message):
