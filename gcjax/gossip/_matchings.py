@@ -14,19 +14,11 @@ def rounds(graph: Graph, n: int) -> np.ndarray:
     unless the graph is "exponential" of three nodes.
     """
     linked = adjacency(graph, n)
-    everyone = np.arange(n, dtype=np.int32)
     if isinstance(graph, str) and graph == "exponential":
-        return np.array([(everyone + shift) % n for shift in shifts(n)], np.int32).reshape(-1, n)
+        return np.array([(np.arange(n) + shift) % n for shift in shifts(n)], np.int32).reshape(-1, n)
     if linked.sum() == n * (n - 1):
         return _tournament(n)
-    if not isinstance(graph, str):
-        return _coloured(linked)
-    if graph == "hypercube":
-        return np.array([everyone ^ (1 << b) for b in range(n.bit_length() - 1)], np.int32)
-    rows, columns = sides(n) if graph == "torus" else (1, n)
-    row, column = np.divmod(everyone, columns)
-    down = [partner[row] * columns + column for partner in _cycle_rounds(rows)]
-    return np.array([*down, *(row * columns + partner[column] for partner in _cycle_rounds(columns))], np.int32)
+    return _coloured(linked)
 
 
 def matchings(graph: Graph, n: int) -> np.ndarray:
@@ -72,17 +64,6 @@ def _tournament(n: int) -> np.ndarray:
             partner[a], partner[b] = b, a
         if n % 2 == 0:
             partner[r], partner[n - 1] = n - 1, r
-    return table
-
-
-def _cycle_rounds(n: int) -> np.ndarray:
-    """The edges of a ring in two matchings, or three if n is odd; one edge for two nodes."""
-    if n <= 2:
-        return np.arange(n, dtype=np.int32)[None, ::-1] if n == 2 else np.zeros((0, 1), np.int32)
-    table = np.tile(np.arange(n, dtype=np.int32), (2 + n % 2, 1))
-    for i in range(n):
-        r, j = (2 if n % 2 and i == n - 1 else i % 2), (i + 1) % n
-        table[r, i], table[r, j] = j, i
     return table
 
 

@@ -28,6 +28,7 @@ def test_named_graphs_need_few_rounds():
         ("complete", 8): 7,
         ("ring", 8): 2,
         ("ring", 5): 3,
+        ("torus", 6): 3,
         ("torus", 16): 4,
         ("hypercube", 8): 3,
         ("exponential", 8): 3,
