@@ -86,7 +86,7 @@ def sketch_compress(
     Args:
       density: share of the entries to send, in (0, 1]; static.
       rows: rows of the sketch, an odd number.
-      columns: cells per row; None for 10 k, as in the authors' code, but at most one per entry.
+      columns: cells per row, at most one per entry; None for 10 k, as in the authors' code.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       momentum: m, in [0, 1); static.
       candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
@@ -137,7 +137,7 @@ def sketch_compress(
         del sum_grad_squared
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
-        width = min(10 * k, bucket.entries) if columns is None else columns
+        width = min(10 * k if columns is None else columns, bucket.entries)
         slots = min(candidates * k, bucket.entries)
         values = accumulate(state, gradient, all_finite)
         v = values[0].reshape(-1)
