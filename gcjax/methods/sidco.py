@@ -19,6 +19,7 @@ import optax
 
 from gcjax._kernels.floats import TINY, to_unit
 from gcjax._sparse.capacities import capacities_around
+from gcjax._sparse.method import method_without_padding
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, static_share
 from gcjax.extend import (
@@ -27,7 +28,6 @@ from gcjax.extend import (
     compress,
     count_for_density,
     pack_mask,
-    sparse_method,
     whole_group,
 )
 
@@ -98,7 +98,7 @@ def sidco_compress(
     def wanted(bucket):
         return count_for_density(density, bucket.entries)
 
-    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 
