@@ -25,14 +25,7 @@ from gcjax._sparse.method import method_without_padding
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    leaf_groups,
-    pack_mask,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, leaf_groups, pack_mask
 
 LEAF_SAMPLE = 1 << 12  # smallest sample of a leaf
 CAPACITIES = (0.5, 1.25, 2.0)  # the default ones, relative to the wanted count

@@ -22,15 +22,7 @@ from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.method import method_without_padding
 from gcjax._types import Array, AxisNames
 from gcjax._validation import static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    pack_mask,
-    parameters_only,
-    whole_group,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, pack_mask, parameters_only, whole_group
 
 ROUNDS = 3  # most thresholds for which entries are counted
 CAPACITIES = (0.5, 4 / 3, 4.0)  # the default ones, relative to k; the rounds aim at no more than 4/3

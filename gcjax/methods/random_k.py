@@ -22,16 +22,7 @@ import optax
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_random_key, static_share
-from gcjax.extend import (
-    Bucket,
-    CodecState,
-    Compressor,
-    compress,
-    count_for_density,
-    dense_report,
-    hash_bits,
-    step_key,
-)
+from gcjax.extend import Bucket, CodecState, Compressor, compress, count_for_density, dense_report, hash_bits, step_key
 
 
 def random_k_compress(

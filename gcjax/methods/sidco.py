@@ -22,14 +22,7 @@ from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.method import method_without_padding
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    pack_mask,
-    whole_group,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, pack_mask, whole_group
 
 FIRST_RATIO = 0.25
 CAPACITIES = (0.75, 1.25, 2.0)  # the default ones, relative to the wanted count
