@@ -83,13 +83,13 @@ def gaussian_k_compress(
     check_capacity(capacity)
     quantile = statistics.NormalDist().inv_cdf(density / 2)
 
+    def wanted(bucket):
+        return count_for_density(density, bucket.entries)
+
     def select(a, step, bucket):
         del step
         x, threshold = _normal_threshold(a, bucket, quantile)
-        return _adjusted_mask(x, threshold, count_for_density(density, bucket.entries))
-
-    def wanted(bucket):
-        return count_for_density(density, bucket.entries)
+        return _adjusted_mask(x, threshold, wanted(bucket))
 
     method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

@@ -62,16 +62,12 @@ def top_k_compress(
     """
     density = static_share("density", density)
 
-    def select(a, step, bucket):
-        del step
-        return top_k_mask(a, count_for_density(density, bucket.entries))
-
-    def capacity(bucket):
+    def count(bucket):
         return count_for_density(density, bucket.entries)
 
-    return compress(
-        method_without_padding(select, capacity, transport),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    def select(a, step, bucket):
+        del step
+        return top_k_mask(a, count(bucket))
+
+    method = method_without_padding(select, count, transport)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
