@@ -223,8 +223,3 @@ def test_without_momentum_the_state_is_smaller():
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.sketch_compress(**{"density": 0.1, "key": KEY, **options})
-
-
-def test_a_key_is_required():
-    with pytest.raises(TypeError, match="key"):
-        gcjax.sketch_compress(0.1)
