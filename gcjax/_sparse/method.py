@@ -12,20 +12,18 @@ from gcjax._sparse.value_codes import float_code
 from gcjax._types import Array
 from gcjax._validation import check_transport
 
+Select = Callable[[Array, Array, Bucket], Array]
+Capacity = Callable[[Bucket], float | tuple[int, ...]]
 
-def sparse_method(
-    select: Callable[[Array, Array, Bucket], Array],
-    capacity: Callable[[Bucket], float | tuple[int, ...]],
-    transport: str = "auto",
-) -> Compressor:
+
+def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -> Compressor:
     """A compressor that sends the entries which `select` chooses, as float32 values with their places in compact form.
 
     Entries that are not sent stay in the residual.
 
     Args:
       select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
-        shape, the gradient plus the residual. It may choose no padding, where a is 0 and `bucket.valid_words()` has no
-        bit: other entries of the message would be wrong.
+        shape, the gradient plus the residual. Padding that it chooses is not sent.
       capacity: capacity(bucket) -> slots of the payload, as `capacities_for` takes them.
       transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
 
@@ -39,6 +37,15 @@ def sparse_method(
     >>> print(tx.update(jnp.array([1.0, -3.0, 2.0]), tx.init(jnp.zeros(3)))[0])
     [ 0. -3.  2.]
     """
+
+    def parameters(a, step, bucket):
+        return select(a, step, bucket) & bucket.valid_words()
+
+    return method_without_padding(parameters, capacity, transport)
+
+
+def method_without_padding(select: Select, capacity: Capacity, transport: str) -> Compressor:
+    """`sparse_method` for a `select` that never chooses padding, which would make other entries of a message wrong."""
     check_transport(transport)
     code = float_code(32)
 

@@ -31,16 +31,7 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.chunks import ChunkGroup, Chunks, chunk_groups, from_groups, into_groups, largest_of_rows, sum_sent
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
-from gcjax.extend import (
-    Bucket,
-    Compressor,
-    bits_float,
-    compress,
-    dense_report,
-    float_bits,
-    pack_uint,
-    unpack_uint,
-)
+from gcjax.extend import Bucket, Compressor, bits_float, compress, dense_report, float_bits, pack_uint, unpack_uint
 
 INDEX_BITS = 16
 

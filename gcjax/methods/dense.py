@@ -13,15 +13,7 @@ import optax
 from gcjax._kernels.buckets import split_vector
 from gcjax._types import AxisNames
 from gcjax._validation import check_choice, check_transport
-from gcjax.extend import (
-    Compressor,
-    EmptyState,
-    add_decoded,
-    compress,
-    dense_report,
-    gather_mean,
-    goes_through_owners,
-)
+from gcjax.extend import Compressor, EmptyState, add_decoded, compress, dense_report, gather_mean, goes_through_owners
 
 DTYPES = ("float32", "bfloat16", "float16")
 

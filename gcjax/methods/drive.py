@@ -32,14 +32,7 @@ from gcjax._kernels.floats import to_unit
 from gcjax._kernels.hashing import hash_words, seed_words
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_flag, check_integer, check_random_key
-from gcjax.extend import (
-    Bucket,
-    bits_float,
-    compress,
-    dense_codec,
-    float_bits,
-    unpack_mask,
-)
+from gcjax.extend import Bucket, bits_float, compress, dense_codec, float_bits, unpack_mask
 
 BLOCKS = (256, 1024, 4096, 16384)  # blocks of 64 had ten times the bias of 256
 

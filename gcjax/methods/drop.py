@@ -21,18 +21,11 @@ import optax
 
 from gcjax._kernels.hashing import scatter_positions
 from gcjax._sparse.capacities import capacities_around
+from gcjax._sparse.method import method_without_padding
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    leaf_groups,
-    pack_mask,
-    sparse_method,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, leaf_groups, pack_mask
 
 LEAF_SAMPLE = 1 << 12  # smallest sample of a leaf
 CAPACITIES = (0.5, 1.25, 2.0)  # the default ones, relative to the wanted count
@@ -100,7 +93,7 @@ def drop_compress(
             return sum(math.ceil(density * s.size) for s in bucket.segments)
         return count_for_density(density, bucket.entries)
 
-    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 

@@ -16,16 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._types import Array, AxisNames
-from gcjax.extend import (
-    Bucket,
-    bits_float,
-    compress,
-    dense_codec,
-    float_bits,
-    leaf_groups,
-    pack_mask,
-    unpack_mask,
-)
+from gcjax.extend import Bucket, bits_float, compress, dense_codec, float_bits, leaf_groups, pack_mask, unpack_mask
 
 
 def ef_sign_compress(

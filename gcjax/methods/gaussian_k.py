@@ -19,18 +19,10 @@ import optax
 from gcjax._kernels.bits import count_bits
 from gcjax._kernels.floats import TINY, to_unit
 from gcjax._sparse.capacities import capacities_around
+from gcjax._sparse.method import method_without_padding
 from gcjax._types import Array, AxisNames
 from gcjax._validation import static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    pack_mask,
-    parameters_only,
-    sparse_method,
-    whole_group,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, pack_mask, parameters_only, whole_group
 
 ROUNDS = 3  # most thresholds for which entries are counted
 CAPACITIES = (0.5, 4 / 3, 4.0)  # the default ones, relative to k; the rounds aim at no more than 4/3
@@ -91,15 +83,15 @@ def gaussian_k_compress(
     check_capacity(capacity)
     quantile = statistics.NormalDist().inv_cdf(density / 2)
 
-    def select(a, step, bucket):
-        del step
-        x, threshold = _normal_threshold(a, bucket, quantile)
-        return _adjusted_mask(x, threshold, count_for_density(density, bucket.entries))
-
     def wanted(bucket):
         return count_for_density(density, bucket.entries)
 
-    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    def select(a, step, bucket):
+        del step
+        x, threshold = _normal_threshold(a, bucket, quantile)
+        return _adjusted_mask(x, threshold, wanted(bucket))
+
+    method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 

@@ -22,16 +22,7 @@ import optax
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_random_key, static_share
-from gcjax.extend import (
-    Bucket,
-    CodecState,
-    Compressor,
-    compress,
-    count_for_density,
-    dense_report,
-    hash_bits,
-    step_key,
-)
+from gcjax.extend import Bucket, CodecState, Compressor, compress, count_for_density, dense_report, hash_bits, step_key
 
 
 def random_k_compress(
@@ -98,12 +89,13 @@ def random_k_compress(
         if feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in its buffer
             x = jnp.where(all_finite, state.error + x, state.error)
         entries = bucket.words * WORD
-        blocks = -(-entries // block)
+        size = min(block, entries)
+        blocks = -(-entries // size)
         count = count_for_density(density, blocks)
         step = comm.max(state.step)  # equal on all workers already; this makes it typed as equal
         drawn = _draw(step_key(key, step, bucket), count, blocks)
-        within = jnp.arange(min(block, entries), dtype=jnp.int32)
-        place = _place((drawn[:, None] * block + within).reshape(-1), bucket)
+        within = jnp.arange(size, dtype=jnp.int32)
+        place = _place((drawn[:, None] * size + within).reshape(-1), bucket)
         own = x.at[place].get(mode="fill", fill_value=0)  # the last block may extend past the end
         values = comm.mean(own if feedback else own * (blocks / count))
         # The fill value depends on the values, so that XLA can write the zeros into the gradient's buffer.

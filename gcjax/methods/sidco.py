@@ -19,17 +19,10 @@ import optax
 
 from gcjax._kernels.floats import TINY, to_unit
 from gcjax._sparse.capacities import capacities_around
+from gcjax._sparse.method import method_without_padding
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, static_share
-from gcjax.extend import (
-    Bucket,
-    check_capacity,
-    compress,
-    count_for_density,
-    pack_mask,
-    sparse_method,
-    whole_group,
-)
+from gcjax.extend import Bucket, check_capacity, compress, count_for_density, pack_mask, whole_group
 
 FIRST_RATIO = 0.25
 CAPACITIES = (0.75, 1.25, 2.0)  # the default ones, relative to the wanted count
@@ -98,7 +91,7 @@ def sidco_compress(
     def wanted(bucket):
         return count_for_density(density, bucket.entries)
 
-    method = sparse_method(select, capacities_around(wanted, CAPACITIES, capacity), transport)
+    method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
 
 

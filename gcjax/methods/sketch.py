@@ -34,12 +34,12 @@ from gcjax.extend import (
     Bucket,
     Compressor,
     Exchanged,
-    SendReport,
     SparseState,
     add_gradient,
     bits_float,
     compress,
     count_for_density,
+    dense_report,
     float_bits,
     hash_bits,
     parameters_only,
@@ -86,7 +86,7 @@ def sketch_compress(
     Args:
       density: share of the entries to send, in (0, 1]; static.
       rows: rows of the sketch, an odd number.
-      columns: cells per row; None for 10 k, as in the authors' code, but at most one per entry.
+      columns: cells per row, at most one per entry; None for 10 k, as in the authors' code.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       momentum: m, in [0, 1); static.
       candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
@@ -137,7 +137,7 @@ def sketch_compress(
         del sum_grad_squared
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
-        width = min(10 * k, bucket.entries) if columns is None else columns
+        width = min(10 * k if columns is None else columns, bucket.entries)
         slots = min(candidates * k, bucket.entries)
         values = accumulate(state, gradient, all_finite)
         v = values[0].reshape(-1)
@@ -157,8 +157,7 @@ def sketch_compress(
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
         # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
         mean = mean.at[jnp.where(sent, position, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
-        none, bits = jnp.int32(0), jnp.float32(32 * (rows * width + slots))
-        report = SendReport(count, count, none, none, jnp.int32(k), jnp.float32(0), bits, bits)
+        report = dense_report(count, 32 * (rows * width + slots))._replace(capacity=jnp.int32(k))
         sent_mask = _packed_mask(index, sent, bucket.size // WORD)
         exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport, report)
         return exchanged.mean, state.after(exchanged, values, all_finite), report

@@ -41,14 +41,7 @@ from gcjax._kernels.chunks import (
 from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
-from gcjax.extend import (
-    Bucket,
-    Compressor,
-    bits_float,
-    compress,
-    dense_report,
-    float_bits,
-)
+from gcjax.extend import Bucket, Compressor, bits_float, compress, dense_report, float_bits
 
 SIGMAS = 6  # standard deviations over which the bins lie
 LARGEST_CHUNK = 256

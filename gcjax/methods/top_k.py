@@ -14,9 +14,10 @@ layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest
 
 import optax
 
+from gcjax._sparse.method import method_without_padding
 from gcjax._types import AxisNames
 from gcjax._validation import static_share
-from gcjax.extend import compress, count_for_density, sparse_method, top_k_mask
+from gcjax.extend import compress, count_for_density, top_k_mask
 
 
 def top_k_compress(
@@ -61,16 +62,12 @@ def top_k_compress(
     """
     density = static_share("density", density)
 
-    def select(a, step, bucket):
-        del step
-        return top_k_mask(a, count_for_density(density, bucket.entries))
-
-    def capacity(bucket):
+    def count(bucket):
         return count_for_density(density, bucket.entries)
 
-    return compress(
-        sparse_method(select, capacity, transport),
-        axis_name=axis_name,
-        inner_axis_name=inner_axis_name,
-        overlap=overlap,
-    )
+    def select(a, step, bucket):
+        del step
+        return top_k_mask(a, count(bucket))
+
+    method = method_without_padding(select, count, transport)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)

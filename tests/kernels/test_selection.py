@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gcjax
+import gcjax.extend as gx
 from gcjax._kernels import bits, floats, layout
 from gcjax._kernels import groups as grouping
 from gcjax._sparse import selection
@@ -88,6 +90,14 @@ def test_keep_largest_of_too_many(limit, size, kind):
     expected = numpy_top_k(np.where(mask, x, 0), limit)
     np.testing.assert_array_equal(keep_largest(limit, x, mask), expected)
     np.testing.assert_array_equal(keep_largest(limit, x, expected), expected)
+
+
+def test_padding_that_a_method_selects_is_not_sent():
+    every = gx.sparse_method(lambda a, step, bucket: gx.pack_mask(a >= 0), capacity=lambda bucket: bucket.size)
+    tx, g = gx.compress(every), jnp.arange(1.0, 5001)  # with padding 8,192
+    update, state = tx.update(g, tx.init(g))
+    np.testing.assert_array_equal(update, g)
+    assert gcjax.info(state).sent == 5000
 
 
 def test_keep_largest_of_few_keeps_all(monkeypatch):

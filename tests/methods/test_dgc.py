@@ -175,14 +175,6 @@ def test_three_nesterov_steps_by_hand():
     np.testing.assert_array_equal(residual(state), [0, 1.5])
 
 
-def test_without_masking_momentum_outlives_sending():
-    gradients = [jnp.array([g]) for g in (1.0, 0.0, 0.0)]
-    masked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, dense_below=0), gradients)
-    unmasked, _ = run(gcjax.dgc_compress(1.0, momentum=0.5, masking=False, dense_below=0), gradients)
-    assert np.ravel(masked).tolist() == [1, 0, 0]
-    assert np.ravel(unmasked).tolist() == [1, 0.5, 0.25]
-
-
 def test_message_by_hand():
     g = {"bias": jnp.array([0.5, -0.25]), "matrix": jnp.array([[1.0, -8.0], [0.0, 2.0]])}
     given, info = messages(gcjax.dgc_compress(0.5, dense_below=3), g)

@@ -168,9 +168,16 @@ def test_only_the_residual_sends_entries_below_ones_that_cancel():
     assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
 
 
-@pytest.mark.full
-def test_without_its_residual_it_stalls():
-    tx = gcjax.drop_compress(0.1, capacity=64, axis_name="data")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(gcjax.drop_compress, {"density": 0.1, "capacity": 64}, marks=pytest.mark.full),
+        pytest.param(gcjax.dryden_compress, {"density": 0.1}, marks=pytest.mark.full),
+        (gcjax.onebit_compress, {}),
+    ],
+)
+def test_methods_stall_without_their_residuals(make, options):
+    tx = make(**options, axis_name="data")
     assert distance_after_training(optax.chain(without_residual(tx), optax.sgd(decaying))) > 0.1
 
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 from compact import entries
 from harness import messages, residuals
-from optimum import decaying, distance_after_training
 from oracle import TINY, F, split, wire
 from rows import Row
 
@@ -185,17 +184,6 @@ def test_the_residual_is_orthogonal_to_the_update():
     updates, state = jax.jit(tx.update)(g, tx.init(g))
     a, sent, e = (np.linalg.norm(np.asarray(x, np.float64)) for x in (g, updates, residuals(state, 1, (N,))[0][0]))
     assert e**2 == pytest.approx(a**2 - sent**2, rel=1e-6)
-
-
-def without_residual(tx):
-    """The transform, with its first state in every step."""
-    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
-
-
-@pytest.mark.full
-def test_without_its_residual_it_stalls():
-    forgetful = without_residual(gcjax.dryden_compress(0.1, axis_name="data"))
-    assert distance_after_training(optax.chain(forgetful, optax.sgd(decaying))) > 0.1
 
 
 def test_equal_entries_are_sent_as_they_are_in_every_step():

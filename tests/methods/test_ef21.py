@@ -127,11 +127,6 @@ def test_a_bad_density_raises(density):
         gcjax.ef21_compress(density)
 
 
-def test_an_integer_leaf_raises_with_its_name():
-    with pytest.raises(TypeError, match=r"\['n'\].*int32"):
-        gcjax.ef21_compress(0.5).init({"n": jnp.zeros(3, jnp.int32)})
-
-
 def test_specs_replicate_h_and_nothing_else():
     state = gcjax.ef21_compress(0.5, axis_name="data").init({"a": jnp.zeros((2, 3))})
     specs = gcjax.state_specs(state)

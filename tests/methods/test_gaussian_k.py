@@ -23,15 +23,20 @@ def expected_entries(a, density):
     """Positions of the entries sent, by the authors' rounds: count, then change the threshold."""
     k = max(1, math.floor(density * len(a)))
     threshold = a.mean(dtype=np.float64) - NormalDist().inv_cdf(density / 2) * a.std(dtype=np.float64)
+    return np.flatnonzero(paper_rounds(np.abs(a), threshold, k))
+
+
+def paper_rounds(x, threshold, k):
+    """Which magnitudes pass, by the rounds as the source lists them."""
     for _ in range(3):
-        passed = [i for i in range(len(a)) if abs(a[i]) > threshold and abs(a[i]) >= TINY]
-        if len(passed) < 2 * k / 3:
-            threshold *= 0.5
-        elif len(passed) > 4 * k / 3:
-            threshold *= 1.5
+        chosen = (x > threshold) & (x >= TINY)
+        if chosen.sum() < 2 * k / 3:
+            threshold = threshold * 0.5
+        elif chosen.sum() > 4 * k / 3:
+            threshold = threshold * 1.5
         else:
             break
-    return passed
+    return chosen
 
 
 def make(axis_name=None, **more):
@@ -71,19 +76,6 @@ def once(gradient, capacity=64):
 def selected(x, threshold, k):
     mask = bits.unpack_mask(gaussian_k._adjusted_mask(bits.to_blocks(x), threshold, k))
     return mask.reshape(-1)[: len(x)]
-
-
-def paper_rounds(x, threshold, k):
-    """The rounds as the source lists them."""
-    for _ in range(3):
-        chosen = x > threshold
-        if chosen.sum() < 2 * k / 3:
-            threshold = threshold * np.float32(0.5)
-        elif chosen.sum() > 4 * k / 3:
-            threshold = threshold * np.float32(1.5)
-        else:
-            break
-    return chosen
 
 
 SIZES = (5000, 33, 1)

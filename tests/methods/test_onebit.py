@@ -8,9 +8,6 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, residuals
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
-from optimum import decaying, distance_after_training
 from oracle import F
 from rows import SHAPES, Row
 
@@ -186,29 +183,3 @@ def test_many_workers_are_added_in_a_loop(transposed):
     mine = (slice(2 * rank, 2 * rank + 2), slice(None))[:: 1 if transposed else -1]
     expected[mine] += np.sum(decoded, axis=0)[mine]
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_two_mesh_axes_equal_one():
-    g = np.random.default_rng(0).normal(size=(8, 33, 21)).astype(np.float32)
-    updates = []
-    for shape, names in (((8,), ("a",)), ((2, 4), ("a", "b"))):
-        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-        tx = gcjax.onebit_compress(axis_name=names)
-        state = gcjax.distribute(tx.init(g[0]), mesh)
-
-        def step(g, state, tx=tx):
-            return tx.update(g[0], state)[0]
-
-        sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(names), gcjax.state_specs(state)), out_specs=P())
-        updates.append(jax.jit(sharded)(g, state))
-    np.testing.assert_array_equal(*updates)
-
-
-def without_residual(tx):
-    """The transform, with its first state in every step."""
-    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
-
-
-def test_without_its_residual_it_stalls():
-    forgetful = without_residual(gcjax.onebit_compress(axis_name="data"))
-    assert distance_after_training(optax.chain(forgetful, optax.sgd(decaying))) > 0.1

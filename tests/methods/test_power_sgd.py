@@ -418,8 +418,3 @@ def test_factors_are_bit_equal_on_all_workers():
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
         gcjax.power_sgd_compress(**{"key": KEY} | options)
-
-
-def test_the_key_is_required():
-    with pytest.raises(TypeError, match="key"):
-        gcjax.power_sgd_compress()

@@ -188,7 +188,7 @@ def test_every_parameter_has_a_number():
 
 
 def test_a_block_larger_than_the_model_sends_it_all():
-    tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 30)
+    tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 31)
     update, state = jax.jit(tx.update)(jnp.arange(5.0), tx.init(jnp.zeros(5)))
     assert update.tolist() == [0, 1, 2, 3, 4]
     assert gcjax.info(state).payload_bits == 32 * 32  # padding included

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, mesh_of
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import F
 from rows import Row
@@ -100,21 +99,6 @@ def test_a_worker_sends_less_than_two_bits_per_entry(workers):
     check = 2 * (workers - 1) / workers * 20  # that of the checks
     assert info.wire_bytes - check == pytest.approx(2 * (workers - 1) / workers * entries / 8)
     assert info.payload_bits.tolist() == [entries] * workers
-
-
-def test_workers_over_two_mesh_axes_vote_together():
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    tx = gcjax.sign_vote_compress(axis_name=("a", "b"))
-    gradients = np.random.default_rng(0).normal(size=(8, 3000)).astype(np.float32)
-    state = gcjax.distribute(tx.init(gradients[0]), mesh)
-    specs = gcjax.state_specs(state)
-
-    def step(g, state):
-        return tx.update(g[0], state)[0]
-
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(("a", "b")), specs), out_specs=P())
-    negative = (gradients < 0).sum(0)
-    np.testing.assert_array_equal(jax.jit(sharded)(gradients, state), np.where(negative > 4, -1, 1))
 
 
 def test_the_momentum_of_signum_by_hand():
