@@ -177,6 +177,7 @@ def dgc_compress(
                 sent=report.sent + dense,
                 capacity=report.capacity + dense,
                 payload_bits=report.payload_bits + 32 * dense,
+                entropy_bits=report.entropy_bits + 32 * dense,
             )
         return mean, state.after(exchanged, (v, u), all_finite, sent_with=jnp.asarray(small)), report
 

@@ -1,5 +1,7 @@
 """dgc_compress: its recurrences by hand, clipping, warm-up, small leaves, masking."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,6 +185,7 @@ def test_message_by_hand():
     assert entries(payload[1:], 2, 32, 64, 32) == [(33, 0xC1000000), (35, 0x40000000)]  # the matrix is the second word
     assert (info.selected[0], info.sent[0], info.capacity) == (4, 4, 34)
     assert info.payload_bits == 32 + (2 * 5 + 4) + 2 * 32 + 2 * 32
+    assert info.entropy_bits == pytest.approx(32 + math.log2(64 * 63 / 2) + 4 * 32, rel=0.02)
 
 
 def test_clipping_four_workers_by_hand():
