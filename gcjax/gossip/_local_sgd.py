@@ -228,9 +228,9 @@ def _check_compressor(
         )
         if not sends_all and (isinstance(mixing, jax.Array) or np.less(mixing, 1)):
             raise ValueError(
-                f"mixing={mixing!r} leaves each worker a part of its own way, of which the compressor's residual would "
-                "send a part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual "
-                "such as gcjax.qsgd_compress"
+                f"mixing={mixing!r} leaves each worker a part of its own changes. The compressor's residual would send "
+                "that part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual such "
+                "as gcjax.qsgd_compress"
             )
 
 
