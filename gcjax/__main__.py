@@ -1,4 +1,4 @@
-"""The command line: `plan` predicts what compression will bring, `selfcheck` says whether the laws hold here."""
+"""The command line: `plan` predicts whether compression pays, `selfcheck` checks the laws on the devices here."""
 
 import argparse
 import contextlib

@@ -151,7 +151,7 @@ def state_sharding(optimizer: nnx.Optimizer) -> nnx.StateSharding:
     """How an optimiser is sharded, for `in_specs` of `nnx.shard_map`: like `gcjax.state_specs`.
 
     `nnx.split` turns `PerWorker` nodes into dicts, which do not say that they are per worker. This takes the optimiser
-    before that. (`jax.shard_map` takes NNX objects, too, with `gcjax.state_specs(optimizer)`.)
+    before that. (`jax.shard_map` also takes NNX objects, with `gcjax.state_specs(optimizer)`.)
 
     Args:
       optimizer: an `nnx.Optimizer`.

@@ -1,18 +1,18 @@
-"""Mistakes that run, and train worse or save nothing: what compressors have seen of them, as errors with a cure."""
+"""Mistakes that train worse or save nothing without failing: compressors record their signs; here they raise."""
 
 from gcjax._core.info import readable_states, report_of
 from gcjax._types import PyTree
 
-CERTAIN = 3  # so many equal gradients are no accident
+CERTAIN = 3  # this many equal gradients are no coincidence
 SCALED = 0.05  # a ratio of the gradient to its squares that noise and small gradients do not reach
 _TURN_OFF = "then leave this check out, which make_train_step(checks=False) does"
 
 
 def check_training(opt_state: PyTree) -> None:
-    """Raise if the updates so far show a mistake that runs, and trains worse or saves nothing.
+    """Raise if the updates so far show a mistake that trains worse or saves nothing, without failing.
 
-    Call it after some dozens of steps, and again when something is changed; `gcjax.make_train_step` does. It fetches a
-    few numbers, as `gcjax.info` does.
+    Call it after a few dozen steps, and again after changes; `gcjax.make_train_step` calls it once. It fetches a few
+    numbers, as `gcjax.info` does.
 
     Args:
       opt_state: as for `gcjax.info`.

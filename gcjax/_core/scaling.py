@@ -31,8 +31,8 @@ def scale_first(
 
     `optax.chain` gives all its transforms the same `sum_grad_squared`. A transform that scales the gradient by f before
     `gcjax.variance_compress` would leave the squares as they are: every entry would look noisier by 1 / f**2, and
-    training would stall. Here the compressor gets the squares times f**2, entry by entry, with f what the scaling made
-    of the entry:
+    training would stall. Here the compressor gets the squares times f**2, entry by entry, with f the factor that the
+    scaling gave the entry:
 
         tx = optax.chain(
             gcjax.scale_first(optax.clip_by_global_norm(1.0), gcjax.variance_compress(axis_name="data")),
@@ -40,7 +40,7 @@ def scale_first(
         )
 
     Each worker scales its own gradient, and clips it by its own norm, which is larger than that of the mean over the
-    workers. To clip the mean, put the clipping after the compressor, where no squares are.
+    workers. To clip the mean, put the clipping after the compressor, where there are no squares.
 
     Args:
       scaling: a transform that multiplies every entry by a factor, such as `optax.clip_by_global_norm`, `optax.clip`,

@@ -44,14 +44,14 @@ def compress(
     Args:
       compressor: the method.
       axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
-        worker, whose update is what its own payload decodes to. Under plain `jax.jit` with a sharded batch JAX reduces
+        worker, whose update is its own payload, decoded. Under plain `jax.jit` with a sharded batch JAX reduces
         the gradient itself: use `gcjax.compressed_value_and_grad`. Without axes, `update` raises where it sees several
         devices: under `jax.set_mesh`, in the types of the gradient, or when `jax.jit` lowers it for several.
       inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
         link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
-      overlap: "next_step" exchanges each gradient one step later, so that nothing of the exchange waits for the
+      overlap: "next_step" exchanges each gradient one step later, so that the exchange does not wait for the
         backward pass and XLA can run both at once. The first update is then zero, all others come one step late, which
         may need a lower learning rate, and the last gradient is never applied. The state also holds the gradient, and
         its squares for a method that uses them: a float32 per parameter each. XLA moves no collective out of a
@@ -62,7 +62,7 @@ def compress(
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
       of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
-      all workers. All arithmetic is in float32, under jax_enable_x64, too. Gradients of magnitude 2**80 (1.2e24) or
+      all workers. All arithmetic is in float32, also under jax_enable_x64. Gradients of magnitude 2**80 (1.2e24) or
       more count as not finite. An update beyond the range of a float16 leaf becomes the largest float16; the rest is
       lost; `gcjax.info` counts such entries as `saturated`. Other extra arguments are ignored. Its state is per worker
       (`PerWorker`), and per shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
@@ -183,7 +183,7 @@ def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
 
 
 def _squares(gradient: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of a finite gradient below 2**80 finite, too."""
+    """Finite for a finite gradient below 2**80."""
     return tuple(jnp.minimum(g * g, FLOAT_MAX) for g in gradient)
 
 

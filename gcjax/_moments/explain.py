@@ -75,7 +75,7 @@ class Explanation(NamedTuple):
 def explain_moments(
     loss_fn: Callable[[PyTree, PyTree], Any], has_aux: bool = False, **keywords: Any
 ) -> Callable[[PyTree, PyTree], Explanation]:
-    """Build a function that says how `value_and_moments` makes the moments of every parameter.
+    """Build a function that shows how `value_and_moments` computes the moments of every parameter.
 
     Args:
       loss_fn: as in `value_and_moments`.
@@ -83,7 +83,7 @@ def explain_moments(
       **keywords: the other options of `value_and_moments`.
 
     Returns:
-      `explain(params, batch) -> Explanation`. It computes nothing and reads only shapes: tracers will do.
+      `explain(params, batch) -> Explanation`. It computes nothing and reads only shapes: tracers work too.
 
     Example:
       >>> import jax.numpy as jnp

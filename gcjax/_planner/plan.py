@@ -42,14 +42,14 @@ def plan(
 
     The transfers are read from the methods themselves, traced for that many workers. Forward and backward pass and
     optimiser (`step_time`), compressing and decoding, and the transfers follow each other. With `overlap="next_step"`
-    the transfers run beside `step_time`, and only what takes longer counts. Compressing and decoding cost what was
+    the transfers run during `step_time`, and only the longer of the two counts. Compressing and decoding cost what was
     measured on this device. Costs not known yet are measured by `gcjax.measure_costs`, which takes a minute or two for
     all methods. All workers are assumed to be equally fast and payloads to be full. What a method does to the accuracy
     is outside the model.
 
     Args:
       params_or_size: the parameters, a pytree of arrays or `jax.ShapeDtypeStruct`s; or their number, such as 25_600_000
-        or "25.6M", which stands for matrices of 1000 x 1000.
+        or "25.6M", which assumes matrices of 1000 x 1000.
       workers: number of data-parallel workers.
       link: each worker's link, or each host's with `inner_workers`: "1Gbit", "100Mbit", "50GB/s", a number of bits per
         second, or a `gcjax.Link`.

@@ -104,8 +104,8 @@ class Plan(NamedTuple):
         if best.step > (1 - WORTH_IT) * self.half:
             return f"A float16 all-reduce will do: {times}, {half}."
         return (
-            f"{times}, {best.speedup:.1f} times as long, {half}. What a method does to the accuracy, and so to the "
-            "number of steps, is outside this model."
+            f"{times}, which is {best.speedup:.1f} times as long, and {half}. The prediction does not include what a "
+            "method does to the accuracy, and so to the number of steps."
         )
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Plan(NamedTuple):
         head = (
             f"{setting.parameters:,} parameters, {setting.workers:,} workers{inside}, "
             f"{rate_text(setting.link.bits_per_second)}, step without exchange {seconds_text(setting.step_time)}"
-            f"{', exchange beside the next step' if setting.overlap else ''}"
+            f"{', exchange during the next step' if setting.overlap else ''}"
         )
         titles = ("method", "transport", "wire MB", "compute ms", "wire ms", "step ms", "speed-up", "pays below")
         cells = [titles, *(_cells(row) for row in self.rows)]

@@ -144,10 +144,10 @@ def move(
 
     if comm.fixed_length and len(lengths) > 1:
         raise ValueError(
-            f"overlap='next_step' needs messages of a fixed length, and these have one of {len(lengths)}, as the data "
-            "demand: XLA moves no collective out of a conditional, so nothing would overlap. Give an int as capacity, "
-            "or a density where the method has one. With transport='two_phase', variance_compress needs an "
-            "owner_density besides, of 1/8 for example; other methods need transport='all_gather'"
+            f"overlap='next_step' needs messages of a fixed length, and these have one of {len(lengths)}, depending on "
+            "the data: XLA does not move collectives out of a conditional, so nothing would overlap. Give an int as "
+            "capacity, or a density where the method has one. With transport='two_phase', variance_compress also needs "
+            "an owner_density, for example 1/8; other methods need transport='all_gather'"
         )
 
     branch = comm.metered()

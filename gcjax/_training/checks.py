@@ -85,21 +85,21 @@ def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
     for node in jax.tree.leaves(opt_state, is_leaf=_is_special):
         if isinstance(node, optax.LookaheadState):
             raise TypeError(
-                "optax.lookahead trains pairs of parameters (LookaheadParams), of which a loss knows nothing. Give the "
-                "step the optimiser within, and every k steps move the slow parameters yourself: "
+                "optax.lookahead trains pairs of parameters (LookaheadParams), but a loss takes single ones. Give the "
+                "step the inner optimiser, and every k steps move the slow parameters yourself: "
                 "slow = optax.incremental_update(state.params, slow, 0.5), then "
                 "state = state._replace(params=jax.tree.map(jnp.copy, slow))"
             )
         if isinstance(node, optax.ApplyIfFiniteState) and compress_states(node):
             raise ValueError(
-                "optax.apply_if_finite stands around a compressor, which must take part in every step. Leave it out: "
+                "optax.apply_if_finite wraps a compressor, which must take part in every step. Leave it out: "
                 "the training step skips bad steps by itself"
             )
     for compressor in compress_states(opt_state):
         if not set(compressor.report.axes) & set(axes):
             named = axes[0] if len(axes) == 1 else axes
             raise ValueError(
-                f"a compressor in tx has no axis_name, so every worker would go its own way; give it "
+                f"a compressor in tx has no axis_name, so the workers' parameters would drift apart; give it "
                 f"axis_name={named!r}, the axis of the training step"
             )
 

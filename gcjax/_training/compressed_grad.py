@@ -35,7 +35,7 @@ def compressed_value_and_grad(
     """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
 
     For a training step under plain `jax.jit`, with a batch that is sharded by a `NamedSharding`. There `jax.grad`
-    all-reduces the gradient densely before any optimiser sees it. This computes each worker's gradient by itself,
+    all-reduces the gradient densely before any optimiser sees it. This computes each worker's gradient separately,
     exchanges it through `tx`, and returns the mean. The optimiser, clipping and the rest of the step stay as they are
     and see global arrays:
 
@@ -56,15 +56,15 @@ def compressed_value_and_grad(
     further automatic axes of several devices and shards both the table and the batch over them. Then shard the batch
     over `axis_name` only.
 
-    The mean of the workers' losses is the loss of the batch only if each worker's part weighs the same. A mean over
-    the tokens that a mask leaves, for example, divides by each worker's own count.
+    The mean of the workers' losses is the loss of the batch only if each worker's part has the same weight. A mean
+    over unmasked tokens, for example, divides by each worker's own count.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`. It sees one worker's part of the batch
         and returns the mean over it; with `moments` it sees one sample at a time, as a batch of size 1. Everything
         that belongs to samples must come in through `batch`: what the loss closes over is the same on all workers.
       tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
-        (`gcjax.local_transform`) and a compressor. The optimiser does not belong into it.
+        (`gcjax.local_transform`) and a compressor. It must not contain the optimiser.
       mesh: the devices.
       axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`. The leading axis of the batch is
         split over them.
@@ -79,9 +79,9 @@ def compressed_value_and_grad(
     Returns:
       `fn(params, state, batch, *, key=None) -> value, grads, state`, to be called under `jax.jit`; `value` is the loss,
       a float32 scalar, or `(loss, aux)`. `grads` are like the parameters, replicated or sharded by `param_specs`. With
-      a `key` the loss is called with `key=`, other keys for each worker (and sample, with `moments`), as dropout needs.
-      `fn.init(params)` makes `state` on the mesh: `tx`'s, per worker, sharded as `gcjax.state_specs` says. Keep it in
-      the checkpoint beside the optimiser's. `gcjax.info(state)` says what was sent.
+      a `key` the loss is called with `key=`, a different one for each worker (and sample, with `moments`), for dropout.
+      `fn.init(params)` makes `state` on the mesh: `tx`'s, per worker, sharded as `gcjax.state_specs` says. Save it in
+      checkpoints beside the optimiser's state. `gcjax.info(state)` reads what was sent.
 
     Raises:
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that

@@ -31,18 +31,17 @@ def make_train_step(
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
     A bad step, in which the gradient of some worker is not finite, is skipped whole: parameters, optimiser and
-    `model_state` stay as they were, bit for bit. Only `step` and `skipped` go on, and the compressor's state, which
-    counts the step and holds nothing of its gradient. Where parameters pass by all compressors, their updates must be
-    finite too. A loss that is not finite beside a finite gradient does not make a step bad. With `overlap="next_step"`
-    the bad step is the one after, whose update is made of the gradient that is not finite. A worker's `model_state`
-    also stays as it was when one of its entries would stop being finite.
+    `model_state` stay as they were, bit for bit. Only `step`, `skipped` and the compressor's count of steps advance.
+    Updates of parameters that no compressor handles must be finite too. A loss that is not finite does not make a step
+    bad if the gradient is finite. With `overlap="next_step"` the bad step is the one after, which applies the gradient
+    that is not finite. A worker's `model_state` also stays as it was if one of its entries would become non-finite.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
         `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
         `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with its own key.
-      tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state that
-        stand before the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
+      tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state before
+        the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
         `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
@@ -60,8 +59,8 @@ def make_train_step(
       trainable: which parameters are trained: booleans in a pytree like `params` or a prefix, or a function from
         `params` to these; None for all. The others are frozen: they have no gradient and no squares, are not sent, and
         `tx` sees `optax.MaskedNode` in their place. They may have any dtype.
-      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: so as not to wait for the
-        devices, each call looks at the result of 8 calls ago. It cannot raise inside `jax.jit`.
+      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: each call looks at the
+        result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
       checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
         that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
         finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
@@ -82,7 +81,7 @@ def make_train_step(
         the state is not of this mesh.
       TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean; (from `init`) a parameter is no
         array, or is to be trained and not of a floating-point dtype; (when called) a leaf of the batch is no array, the
-        state is no `TrainState`, `loss_fn` returns something else, `tx` asks for what a training step does not have.
+        state is no `TrainState`, `loss_fn` returns something else, `tx` needs an argument that a step does not have.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called, on all processes) the processes would not run the same step from the same state; see
         `gcjax.check_agreement`.

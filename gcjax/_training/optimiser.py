@@ -42,14 +42,14 @@ def update_with(
     except TypeError as error:
         if "unexpected keyword argument 'sum_grad_squared'" in str(error):
             raise TypeError(
-                f"a transform of tx takes no extra arguments, though its type says so: {error}. Behind the compressor, "
-                "wrap it: optax.GradientTransformation(*transform). It cannot stand around the compressor, such as "
-                "optax.contrib.sam does in sam(optax.chain(compressor, ...), ...): put it behind"
+                f"a transform of tx takes no extra arguments, although its type says that it does: {error}. After the "
+                "compressor, wrap it: optax.GradientTransformation(*transform). It must not wrap the compressor, as in "
+                "optax.contrib.sam(optax.chain(compressor, ...), ...): put it after the compressor"
             ) from error
         if not _asks_for_more(error):
             raise
         raise TypeError(
-            f"tx needs what a training step does not have: {error}. It gets value, the mean of the workers' losses, "
+            f"tx needs an argument that a step does not have: {error}. It gets value, the mean of the workers' losses, "
             "and with moments sum_grad_squared. A line search would need the loss of all workers"
         ) from error
     _check_updates(updates, params)
@@ -71,7 +71,7 @@ def _check_updates(updates: PyTree, params: PyTree) -> None:
                 f"the update of params{jax.tree_util.keystr(path)} differs between workers along {axes}: no compressor "
                 "has averaged it. To freeze it (optax.set_to_zero, optax.masked), pass "
                 "make_train_step(trainable=...). To train it, give it to a compressor too, for example by "
-                "optax.partition to gcjax.dense_compress; optax.masked passes on what it does not mask as it is"
+                "optax.partition to gcjax.dense_compress; optax.masked passes the other leaves through unchanged"
             )
 
 

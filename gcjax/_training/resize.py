@@ -15,15 +15,16 @@ from gcjax._validation import check_integer
 def resize(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     """Training state for the workers of another mesh: fewer of them, more, or as many on other devices.
 
-    What the workers have not sent yet is still owed: the mean of their residuals over the workers stays, to rounding.
-    4 workers that follow 8 have the means of pairs, 8 that follow 4 have copies, and 6 that follow 8 have weighted
-    means. Accumulated squares follow the gradients that they belong to, so the variance criterion goes on as if the new
-    workers had seen the samples. What owners owe in two phases is dealt anew; a method without residual that needs
-    owners no more loses it, one rounding error of a mean. What is equal on all workers stays. State that is not of
-    gcjax, such as that of `gcjax.local_transform`, and `model_state` are averaged where they are floats. A gradient
-    that waits for the next step (`overlap`) waits on. `gcjax.info` begins anew, but for `skipped`.
+    Nothing that the workers have not sent yet is lost: the mean of their residuals stays the same, to rounding. 4
+    workers that follow 8 have the means of pairs, 8 that follow 4 have copies, and 6 that follow 8 have weighted means.
+    Accumulated squares follow the gradients that they belong to, so the variance criterion continues as if the new
+    workers had seen the samples. What owners owe in two phases is distributed anew. A method without residual that no
+    longer needs owners loses it, which is one rounding error of a mean. Values that are equal on all workers stay.
+    State that is not of gcjax, such as that of `gcjax.local_transform`, and `model_state` are averaged where they are
+    floats. A gradient that waits for the next step (`overlap`) keeps waiting. `gcjax.info` starts anew, except
+    `skipped`.
 
-    The batch per worker may stay: then the batch of a step changes, and with it the best learning rate.
+    If the batch per worker stays the same, the batch of a step changes, and with it the best learning rate.
 
         state = gcjax.resize(state, jax.make_mesh((6,), ("data",)))
         step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data")  # of the new mesh, with the same tx

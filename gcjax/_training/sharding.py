@@ -171,9 +171,9 @@ def _reject_split(state: PyTree) -> None:
 
     if any(is_split(node) for node in jax.tree.leaves(state, is_leaf=is_split)):
         raise TypeError(
-            "the state of a compressor has been split into dicts, in which nothing says what is per worker. For an "
+            "the state of a compressor has been split into dicts, which do not say what is per worker. For an "
             "nnx.Optimizer use gcjax.flax.distribute(optimizer, mesh) and gcjax.flax.state_sharding(optimizer) before "
-            "nnx.split; a state dict of flax.serialization is to be restored with from_state_dict first"
+            "nnx.split; restore a state dict of flax.serialization with from_state_dict first"
         )
 
 

@@ -67,8 +67,8 @@ class Metrics(NamedTuple):
     Attributes:
       loss: float32[workers], each worker's own: no collective is spent on reporting.
       skipped: int32, how many steps in a row were skipped, this one included; 0 if this one was not.
-      aux: what the loss returned beside itself, with `has_aux`: leaves (workers, *shape), each worker's own. None
-        without.
+      aux: with `has_aux` the auxiliary output of the loss: leaves (workers, *shape), each worker's own; otherwise
+        None.
     """
 
     loss: Array

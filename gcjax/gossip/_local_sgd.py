@@ -83,7 +83,7 @@ def local_sgd(
     DiLoCo is `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models are
     mixed with their mean. With `mixing=1` they are equal after an exchange, up to the rounding of this last update.
     Keep the parameters in float32: a bfloat16 model that is only averaged loses changes below half a unit in the last
-    place. With an outer optimiser or a compressor the anchor is float32, whatever the parameters are, and they add up.
+    place. With an outer optimiser or a compressor the anchor is float32 for any parameters, and small changes add up.
 
     It ends a chain: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(100, outer=optax.sgd(0.7, momentum=0.9,
     nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Between exchanges nothing is sent.
@@ -103,16 +103,16 @@ def local_sgd(
       outer: optax transform of the outer gradient; None is `optax.sgd(1.0)`.
       compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, that
         replaces the dense mean; None for the dense mean.
-      fragments: in how many parts the model is exchanged, each in every `local_steps`-th update but at its own time,
-        so that an exchange is as much smaller. Leaves are shared out so that the parts are about equal. Or the number
+      fragments: number of parts in which the model is exchanged, each in every `local_steps`-th update but at its own
+        time, so that each exchange is smaller. Leaves are assigned so that the parts are about equal. Or the number
         of each leaf's part, from 0: a prefix of the parameters' tree that is more than a number, such as `{"embed": 0,
         "layers": [0, 1, 2], "head": 2}`.
       delay: updates between the one that sends and the one that takes the outer step and mixes, below `local_steps`.
-        Until then the state holds a float32 more per parameter. What waits when training ends is not applied.
+        Until then the state holds a float32 more per parameter. What still waits when training ends is not applied.
       mixing: in (0, 1], how much of the anchor replaces a worker's own parameters. 1 - mixing is alpha in the paper on
         Streaming DiLoCo. None is 1 without a delay, and 0.5 with one: 1 would discard what a worker has learnt since
-        it sent. Below 1 the compressor must keep no residual: of what it keeps, a worker's own parameters keep a part
-        too, which would be sent twice.
+        it sent. Below 1 the compressor must keep no residual: a worker's own parameters keep a part of what is in
+        it too, which would be sent twice.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:
@@ -249,9 +249,9 @@ def _check_compressor(
         )
         if not sends_all and (isinstance(mixing, jax.Array) or np.less(mixing, 1)):
             raise ValueError(
-                f"mixing={mixing!r} leaves each worker a part of its own way, of which the compressor's residual would "
-                "send a part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual "
-                "such as gcjax.qsgd_compress"
+                f"mixing={mixing!r} leaves each worker a part of its own changes. The compressor's residual would send "
+                "that part again, and training may diverge. Give mixing=1, or a compressor that keeps no residual such "
+                "as gcjax.qsgd_compress"
             )
 
 

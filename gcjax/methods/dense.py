@@ -31,8 +31,9 @@ def dense_compress(
     Args:
       dtype: dtype on the wire: "float32", "bfloat16" or "float16", or such a dtype. float16 turns magnitudes above
         65,504 into infinities.
-      transport: of 16-bit values: to every other worker ("all_gather"); to their owner and from it to all, half of that
-        with 4 workers ("two_phase"); or "auto" for the one that moves fewer bytes, two phases from 3 workers on.
+      transport: of 16-bit values: to every other worker ("all_gather"), which moves more bytes than float32 from 5
+        workers on; to their owner and from it to all ("two_phase"), which moves half the bytes of float32; or "auto"
+        for the one that moves fewer bytes, two phases from 3 workers on.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Raises:

@@ -87,7 +87,7 @@ def dgc_compress(
 
     Resetting u where it was sent (momentum factor masking) stops stale momentum. It also shortens momentum, to none for
     an entry sent in every step. If the workers' gradients do not vanish at the optimum, workers that send an entry
-    seldom then count more, and training ends beside the optimum. With `masking=False` the updates add up to those of
+    seldom then count more, and training misses the optimum. With `masking=False` the updates add up to those of
     momentum SGD.
 
     The optimiser after it is plain SGD, with the learning rate that momentum SGD would have:

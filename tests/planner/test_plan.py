@@ -216,7 +216,7 @@ def test_the_exchange_hides_behind_a_step_that_is_long_enough(step_time, exposed
         assert hidden.step == pytest.approx(max(step_time, row.wire) + row.compute)
     dense = row_of(beside, "dense float32")
     assert dense.step - dense.compute == pytest.approx(dense.wire if exposed == "exchange" else step_time)
-    assert "exchange beside the next step" in str(beside)
+    assert "exchange during the next step" in str(beside)
     assert beside.at("10Gbit").setting.overlap == "next_step"
 
 

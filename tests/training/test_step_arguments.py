@@ -62,7 +62,7 @@ def test_transforms_in_the_wrong_place_raise(case):
 
 
 def test_transforms_that_ask_for_what_a_step_lacks_raise():
-    with pytest.raises(TypeError, match=r"tx needs what .* 'grad' and 'value_fn'\. It gets value"):
+    with pytest.raises(TypeError, match=r"tx needs an argument .* 'grad' and 'value_fn'\. It gets value"):
         first_step(tx=optax.chain(variance(), optax.lbfgs()))
 
 
