@@ -66,7 +66,8 @@ def without_docstrings(source: str) -> str:
     return ast.unparse(tree)
 
 
-def _digest(result: str, command: str) -> str:
+def digest(result: str, command: str) -> str:
+    """One of `digests`, in this process."""
     parts = _of_gossip if result in ("local", "local-text") else _of_char_lm if result == "char_lm" else _of_cifar10
     from common.cli import Problem
 
@@ -150,4 +151,4 @@ def _like_tiny_shakespeare() -> Iterator[Path]:
 
 if __name__ == "__main__":
     chosen, *texts = json.load(sys.stdin)
-    print(json.dumps([_digest(chosen, text) for text in texts]))
+    print(json.dumps([digest(chosen, text) for text in texts]))

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common.cli import Parser, Problem, above_zero
+from common.cli import Parser, Problem, above_zero, run_command
+from common.log import write
 from common.networks import Transformer
 from common.options import add_training, check_training
 from common.text import load_text, windows
@@ -66,7 +67,7 @@ def make_task(args: argparse.Namespace, numbers: np.ndarray, validation: np.ndar
         key = jax.random.key(args.seed + 3)
         written = sample(model, params, prompt, key, args.temperature, args.sample)
         text = "".join(alphabet[number] for number in written)
-        (args.out / "sample.txt").write_text(text, encoding="utf-8", newline="")
+        write(args.out / "sample.txt", text)
         print(f"\n{text}\n")
 
     return Task(
@@ -126,22 +127,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    """Run the command; return the exit status."""
+def main() -> None:
+    """Run the command."""
     args = parse_options()
-    try:
-        result = train(make_task(args, *load_text(args.text, args.context)), args)
-    except Problem as problem:
-        print(f"char_lm.py: {problem}", file=sys.stderr)
-        return problem.status
+    result = train(make_task(args, *load_text(args.text, args.context)), args)
     last = result["epochs"][-1]
     print(
         f"validation loss {last['validation_loss']:.4f} nats per character, compression ratio "
         f"{result['compression_ratio']:.1f}, wire ratio {result['wire_ratio']:.1f}, {last['wire_bytes'] / 1e6:.1f} MB "
         f"sent per worker, {result['ms_per_step']:.0f} ms a step. Curves and sample: {args.out}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

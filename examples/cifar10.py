@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import networks
-from common.cli import Parser, Problem, above_zero
+from common.cli import Parser, Problem, above_zero, run_command
 from common.folders import load_folder
 from common.images import CIFAR_MEAN, CIFAR_STD, flip_and_crop, load_cifar10, normalise
 from common.options import add_training, check_training
@@ -98,22 +98,17 @@ def load_data(args: argparse.Namespace) -> Sequence[np.ndarray]:
     return [images[: args.images], labels[: args.images], *test]
 
 
-def main() -> int:
-    """Run the command; return the exit status."""
+def main() -> None:
+    """Run the command."""
     args = parse_options()
-    try:
-        result = train(make_task(args, load_data(args)), args)
-    except Problem as problem:
-        print(f"cifar10.py: {problem}", file=sys.stderr)
-        return problem.status
+    result = train(make_task(args, load_data(args)), args)
     last = result["epochs"][-1]
     print(
         f"test accuracy {100 * last['accuracy']:.2f} %, compression ratio {result['compression_ratio']:.1f}, "
         f"wire ratio {result['wire_ratio']:.1f}, {last['wire_bytes'] / 1e6:.1f} MB sent per worker, "
         f"{result['ms_per_step']:.0f} ms a step. Curves: {args.out}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -15,6 +15,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 import sklearn
-from common.cli import Parser, above_zero
+from common.cli import Parser, above_zero, make_folder, run_command
 from common.images import ImageData, load_digits
 from matplotlib.ticker import StrMethodFormatter
 from tqdm import tqdm
@@ -101,16 +102,8 @@ def train(name: str, step: Any, seed: int, data: ImageData, args: argparse.Names
     steps = len(train_images) // batch  # the rest of the epoch is dropped
     state = step.init(Network().init(jax.random.key(seed), train_images[:1]))
     rng = np.random.default_rng(seed)
-    run: Run = {
-        "method": name,
-        "seed": seed,
-        "loss": [],
-        "sent": [],
-        "wire_bytes": [],
-        "dense_bytes": [],
-        "seconds": [],
-    }
-    run["test_accuracy"] = []
+    curves = ("loss", "sent", "wire_bytes", "dense_bytes", "seconds", "test_accuracy")
+    run: Run = {"method": name, "seed": seed} | {curve: [] for curve in curves}
     with tqdm(total=args.epochs * steps, desc=f"{name}, seed {seed}", unit="step", leave=False, disable=None) as bar:
         for _ in range(args.epochs):
             for chosen in rng.permutation(len(train_images))[: steps * batch].reshape(steps, batch):
@@ -234,10 +227,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[argparse.Name
         parser.error(
             f"--workers {args.workers} times --batch {args.batch} is more than the {len(data[0])} training images"
         )
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: cannot make the folder {str(args.out)!r} ({error.strerror})")
+    make_folder(args.out)
     return args, data
 
 
@@ -279,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -26,7 +26,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from common.cli import Parser, Problem, above_zero
+from common.cli import Parser, Problem, above_zero, make_folder, run_command
 from common.images import load_cifar10, load_digits
 from common.training import use_devices
 from common.workloads import Workload, image_workload, text_workload
@@ -303,8 +303,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train with each algorithm; write the results."""
+def main() -> None:
+    """Run the command: train with each algorithm; write the results."""
+    args = parse_options()
     if args.text:
         workload = text_workload(args.text)
     else:
@@ -312,10 +313,7 @@ def run(args: argparse.Namespace) -> None:
     count = len(workload.samples[0])
     if args.workers * args.batch > count:
         raise Problem(f"--workers {args.workers} times --batch {args.batch} is more than the {count} training samples")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"--out: cannot make the folder {str(args.out)!r} ({error.strerror})") from None
+    make_folder(args.out)
     mesh = use_devices(args.workers)
     runs = []
     for name in args.algorithms:
@@ -335,15 +333,5 @@ def run(args: argparse.Namespace) -> None:
     print(f"\n{table(runs, workload.figure)}\n\nPlot: {args.out / 'gossip.png'}   Curves: {args.out / 'gossip.json'}")
 
 
-def main() -> int:
-    """Run the command; return the exit status."""
-    try:
-        run(parse_options())
-    except Problem as problem:
-        print(f"gossip.py: {problem}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -105,6 +105,8 @@ def train(args: argparse.Namespace) -> None:
             state, record = checkpoints.start(state, args)
             if record:
                 done, sent = record["done"], record["sent"]
+                if done > args.steps:
+                    raise Problem(f"--resume: the checkpoint is of step {done}, past the end of --steps {args.steps}")
         bar = stack.enter_context(progress_bar(initial=done, total=args.steps, unit="step", disable=not is_first))
         for batch in itertools.islice(batches(shards, own, args.batch, args.seed), done, args.steps):
             begin = time.perf_counter()

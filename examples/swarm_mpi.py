@@ -18,6 +18,7 @@ from it hangs or fails. That part has been tried only over TCP within one machin
 
 import argparse
 import collections
+import importlib.util
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from common.board import BEAT, DONE, REPORTED, RUNNING, STATE, STEPS, Board, Peers
-from common.cli import Parser, above_zero, seed
+from common.cli import Parser, Problem, above_zero, make_folder, run_command, seed
 from tqdm import tqdm
 
 if TYPE_CHECKING:
@@ -204,14 +205,10 @@ def launch(args: argparse.Namespace) -> int:
     """Run this script under mpiexec. Returns 0 if a report was written, even if nodes died."""
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        print("swarm_mpi.py: there is no mpiexec. Install one: pip install '.[mpi]'", file=sys.stderr)
-        return 2
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"swarm_mpi.py: --out: cannot make the folder {str(args.out)!r} ({error.strerror})", file=sys.stderr)
-        return 2
+    for name, found in (("mpiexec", mpiexec), ("mpi4py", importlib.util.find_spec("mpi4py"))):
+        if found is None:
+            raise Problem(f"there is no {name}. Install it: pip install '.[mpi]'")
+    make_folder(args.out)
     for old in (args.out / "swarm_mpi.json", *args.out.glob("swarm_node[0-9]*.json")):
         old.unlink(missing_ok=True)
     where = ["-f", str(args.hostfile)] if args.hostfile else []
@@ -289,4 +286,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

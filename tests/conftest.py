@@ -37,6 +37,11 @@ MANY_MAPS = 50_000
 _tests_run = itertools.count()
 
 
+def pytest_configure(config):
+    """Groups of tests run in the order of their files: pytest-xdist would end with those of a few long tests."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the tests marked `full`
 def pytest_collection_modifyitems(items):
     """Mark as `full` what `sample(n)` leaves out: all but n cases of a test, spread evenly over them.

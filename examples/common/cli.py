@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -33,6 +34,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command to its end; return its exit status. What the user can mend is one line, and so is Ctrl-C."""
+    try:
+        return command() or 0
+    except Problem as problem:
+        status, message = problem.status, str(problem)
+    except OSError as error:  # of a file that cannot be read or written
+        status, message = 1, str(error)
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted"
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    return status
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder for results. Raises Problem if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"--out: cannot make the folder {str(folder)!r} ({error.strerror})") from None
 
 
 def above_zero(number: type[Number]) -> Callable[[str], Number]:

@@ -18,7 +18,7 @@ import optax
 
 import gcjax
 from common.checkpoints import Checkpoints, json_value, make_record, settings_of
-from common.cli import Problem, Stopped
+from common.cli import Problem, Stopped, make_folder
 
 RESIZING = {"workers", "batch", "images", "context"}  # options that may change the number of steps of an epoch
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
@@ -49,10 +49,7 @@ class Log:
         self.totals = dict.fromkeys(TOTALS, 0.0)
         self.shown: dict[str, str] = {}
         self.rows: dict[str, list[dict]] = {"steps": [], "epochs": []}
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Problem(f"--out: cannot make the folder {str(self.out)!r} ({error.strerror})") from error
+        make_folder(self.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints")
 
     def __enter__(self) -> "Log":
@@ -66,7 +63,7 @@ class Log:
         """Epoch, number of the step in it, and the state to begin with: with `--resume` those of the last checkpoint.
 
         Raises:
-          Problem: there is no checkpoint, or an unwanted one, or one of another run.
+          Problem: there is no checkpoint, or an unwanted one, or one of another or a longer run.
         """
         state, record = self.checkpoints.start(state, self.args)
         if record is None:
@@ -76,6 +73,8 @@ class Log:
                 f"--resume: the checkpoint is of a run with {record['steps']} steps in an epoch, and here are "
                 f"{self.steps}: these are other data"
             )
+        if record["epoch"] + (record["number"] > 0) > self.args.epochs:
+            raise Problem(f"--resume: the checkpoint is past the end of --epochs {self.args.epochs}")
         self.totals, self.shown, self.rows = record["totals"], record["shown"], record["rows"]
         # If --allow has changed the number of steps, go on after the same share of the epoch.
         return record["epoch"], record["number"] * self.steps // record["steps"], state
@@ -183,7 +182,7 @@ def write(path: Path, text: str) -> None:
     """Write a file in one go: it is never cut off, whenever this process ends. Raises Problem if it cannot be."""
     new = path.with_name(f".{path.name}.new")
     try:
-        new.write_text(text, newline="")
+        new.write_text(text, encoding="utf-8", newline="")
         new.replace(path)
     except OSError as error:
         raise Problem(

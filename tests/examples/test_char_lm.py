@@ -1,7 +1,5 @@
 """examples/char_lm.py: text, sequences, the network, its loss and samples, the command."""
 
-import re
-
 import char_lm
 import jax
 import jax.numpy as jnp
@@ -174,12 +172,6 @@ def test_samples_are_drawn_one_by_one_at_the_temperature():
         assert len(set(written[8:])) > 2
 
 
-def test_a_width_that_heads_do_not_divide_is_named(capsys):
-    with pytest.raises(SystemExit):
-        char_lm.parse_options(["--text", "x", "--width", "10", "--heads", "4"])
-    assert re.search("--width 10 must be a multiple of --heads 4", capsys.readouterr().err)
-
-
 # The command.
 
 
@@ -215,11 +207,3 @@ def test_a_resumed_run_ends_with_the_same_curves_and_text(file, tmp_path):
     assert done.returncode == 0, done.stderr
     assert curve(whole, "epochs") == curve(cut, "epochs")
     assert (whole / "sample.txt").read_text() == (cut / "sample.txt").read_text()
-
-
-@pytest.mark.full
-def test_a_missing_text_gives_one_line(tmp_path):
-    done = train(tmp_path / "none.txt", tmp_path / "run")
-    assert done.returncode == 2
-    assert done.stderr.startswith("char_lm.py: --text: cannot read")
-    assert done.stderr.count("\n") == 1

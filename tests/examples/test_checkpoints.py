@@ -409,11 +409,14 @@ def test_another_number_of_steps_needs_an_allowed_option(tmp_path):
     with Log(parse(*options), steps=6) as log:
         for step in (1, 2, 3):
             log.rows["steps"].append({"step": step})
-            log.save(make_state(step), 4, step)
+            log.save(make_state(step), 1, step)
     said = "a run with 6 steps in an epoch, and here are 12: these are other data"
     with Log(parse(*options, "--resume"), steps=12) as log, pytest.raises(Problem, match=said):
         log.start(make_state(0))
     with Log(parse(*options, "--resume", "--allow", "epochs"), steps=12) as log, pytest.raises(Problem, match=said):
         log.start(make_state(0))
     with Log(parse(*options, "--resume", "--allow", "batch"), steps=12) as log:
-        assert log.start(make_state(0))[:2] == (4, 6)
+        assert log.start(make_state(0))[:2] == (1, 6)
+    fewer = parse(*options, "--resume", "--epochs", 1, "--allow", "epochs")
+    with Log(fewer, steps=6) as log, pytest.raises(Problem, match="the checkpoint is past the end of --epochs 1"):
+        log.start(make_state(0))

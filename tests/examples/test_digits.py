@@ -2,7 +2,6 @@
 
 import json
 
-import digits
 import pytest
 from commands import run
 
@@ -34,19 +33,3 @@ def test_it_writes_table_plot_and_curves(tmp_path):
     assert dense["sent"] == [record["parameters"]] * len(dense["sent"])
     assert dense["loss"][0] == pytest.approx(variance["loss"][0], rel=1e-5), "not the same initialisation"
     assert sum(variance["wire_bytes"]) < sum(dense["wire_bytes"])
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--workers", "0"], "'0'"),
-        (["--batch", "5000"], "5000"),
-    ],
-)
-def test_a_bad_option_gives_one_line(options, named, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        digits.parse_options([*options, "--out", str(tmp_path)])
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1
-    assert named in printed.err
-    assert not printed.out

@@ -93,20 +93,6 @@ def test_what_a_host_did_before_it_died_is_no_plan_for_it(launchers, tmp_path):
     assert again.child is None
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--elastic=a:1"], "--elastic needs --out"),
-        (["--elastic=a:1", "--out=x", "--resume"], "by itself"),
-        (["--elastic=a:1", "--out=x", "--auto"], "exclude each other"),
-    ],
-)
-def test_options_that_contradict_each_other_are_named(options, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        multihost.parse_options(options)
-    assert said in capsys.readouterr().err
-
-
 def test_a_folder_that_cannot_be_made_gives_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     args = multihost.parse_options(["--elastic=a:1", f"--out={tmp_path / 'file'}"])

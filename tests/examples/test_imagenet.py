@@ -96,24 +96,6 @@ def test_too_few_images_give_one_line(image_tree):
         task_on(image_tree, "--workers", "5")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--processes", "2"], "--coordinator, --processes and --process go together"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "2"], "--process must be from 0 to 1.*got 2"),
-        (["--warmup-epochs", "-1"], "--warmup-epochs: must be a number, 0 or above, got '-1'"),
-        (["--warmup-epochs", "x"], "--warmup-epochs: must be a number, 0 or above, got 'x'"),
-        (["--size", "0"], "--size.*'0'"),
-    ],
-)
-def test_bad_options_give_one_line(given, message, capsys):
-    with pytest.raises(SystemExit):
-        imagenet.parse_options(["--data", "x", *given])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(message, error)
-
-
 # The command.
 
 
@@ -200,11 +182,3 @@ def test_an_unreadable_image_ends_all_processes(image_tree, tmp_path):
     both = train_on_two(tmp_path / "tree", tmp_path / "run", "--epochs", "1")
     assert all(done.returncode for done in both)
     assert any("is not an image that can be read" in done.stderr for done in both)
-
-
-@pytest.mark.full
-def test_a_missing_folder_gives_one_line(tmp_path):
-    done = train(tmp_path / "none", tmp_path / "run")
-    assert done.returncode == 2
-    assert done.stderr.startswith("imagenet.py: --data: there is no folder")
-    assert done.stderr.count("\n") == 1

@@ -14,6 +14,7 @@ import multihost
 import numpy as np
 import pytest
 from commands import LIMIT
+from common.cli import Problem
 
 
 @pytest.fixture
@@ -151,6 +152,15 @@ def test_after_sigterm_all_processes_save_and_training_goes_on_bit_for_bit(told,
     assert again.split("ms/step")[1].split()[:7] == whole.split("ms/step")[1].split()[:7]
 
 
+@pytest.mark.full
+def test_a_checkpoint_past_the_last_step_is_named(tmp_path):
+    options = [f"--out={tmp_path}", "--method=dense", "--batch=8", "--checkpoint-every=2"]
+    multihost.train(multihost.parse_options([*options, "--steps=2"]))
+    fewer = multihost.parse_options([*options, "--steps=1", "--resume", "--allow", "steps"])
+    with pytest.raises(Problem, match="the checkpoint is of step 2, past the end of --steps 1"):
+        multihost.train(fewer)
+
+
 STALLED = "no step has finished for 3 seconds, so this process ends."
 
 
@@ -237,19 +247,3 @@ def test_a_port_in_use_is_named(options, expected, start, used_port):
     errors = process.stderr.read()
     assert f"port {used_port} of this machine is in use" in " ".join(errors.split())
     assert errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--coordinator", "nowhere", "--processes", "2", "--process", "0"], "'nowhere'"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "2"], "got 2"),
-    ],
-)
-def test_a_bad_option_gives_one_line(options, named, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        multihost.parse_options(options)
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1
-    assert named in printed.err
-    assert not printed.out

@@ -11,6 +11,7 @@ import commands
 import pytest
 import swarm_mpi
 from commands import LIMIT, ROOT
+from common.cli import Problem
 
 no_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs gcjax[mpi]")
 
@@ -159,19 +160,8 @@ def test_a_killed_node_does_not_stop_the_others(tmp_path, victim):
     assert f"lost: {victim}" in output
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--nodes=0",), "argument --nodes: must be a whole number above 0, got '0'"),
-        (("--slow=3:5",), "argument --slow: nodes are 0 to 2, got 3"),
-        (("--kill=1",), "must be NODE:NUMBER, such as 3:5, got '1'"),
-        (("--hostfile=nowhere",), "no such file: 'nowhere'"),
-    ],
-)
-def test_a_bad_option_gives_one_line(options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        swarm_mpi.parse_options(["--nodes=3", *options])
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1
-    assert message in printed.err
-    assert not printed.out
+def test_without_mpi_one_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Problem, match=r"there is no mpi4py\. Install it: pip install"):
+        swarm_mpi.launch(swarm_mpi.parse_options([f"--out={tmp_path}"]))

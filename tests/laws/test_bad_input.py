@@ -44,6 +44,7 @@ G = {"w": jnp.ones(3), "b": jnp.ones(())}
         ({"capacity": ()}, ValueError, "at least one size"),
         ({"axis_name": 3}, TypeError, "axis_name must be a string.*3"),
         ({"axis_name": "a", "inner_axis_name": "a"}, ValueError, "must differ.*'a'"),
+        ({"aplha": 1.5}, TypeError, "aplha"),
     ],
 )
 def test_bad_options_of_variance_compress_raise(options, error, message):
@@ -51,26 +52,17 @@ def test_bad_options_of_variance_compress_raise(options, error, message):
         gcjax.variance_compress(**options)
 
 
-def test_an_unknown_option_raises():
-    with pytest.raises(TypeError, match="aplha"):
-        gcjax.variance_compress(aplha=1.5)
-
-
-@pytest.mark.parametrize("threshold", [0.0, -0.1, float("nan")])
-def test_a_bad_threshold_of_strom_compress_raises(threshold):
-    with pytest.raises(ValueError, match=rf"threshold must be in \(0, inf\), got {threshold}"):
-        gcjax.strom_compress(threshold)
-
-
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, float("nan")])
-def test_a_bad_density_of_top_k_compress_raises(density):
-    with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
-        gcjax.top_k_compress(density)
-
-
-def test_an_unknown_dtype_of_dense_compress_raises():
-    with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', got 'int8'"):
-        gcjax.dense_compress("int8")
+@pytest.mark.parametrize(
+    ("make", "bad", "message"),
+    [
+        *((gcjax.strom_compress, x, r"threshold must be in \(0, inf\), got {}") for x in (0.0, -0.1, float("nan"))),
+        *((gcjax.top_k_compress, x, r"density must be in \(0, 1\], got {}") for x in (0.0, -0.1, 1.5, float("nan"))),
+        (gcjax.dense_compress, "int8", "'float32', 'bfloat16', 'float16', got '{}'"),
+    ],
+)
+def test_a_bad_option_of_other_methods_raises(make, bad, message):
+    with pytest.raises(ValueError, match=message.format(bad)):
+        make(bad)
 
 
 def test_an_unbound_axis_raises_with_the_cure():

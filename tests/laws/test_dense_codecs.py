@@ -125,11 +125,8 @@ def test_an_unknown_transport_is_named(make):
         make(transport="ring")
 
 
-FULL = pytest.mark.full
-
-
 @pytest.mark.parametrize(
-    "name", ["qsgd", "qsgd, 1 bit", pytest.param("natural", marks=FULL), pytest.param("terngrad", marks=FULL)]
+    "name", ["qsgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("qsgd, 1 bit", "natural", "terngrad"))]
 )
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.

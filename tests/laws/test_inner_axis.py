@@ -6,10 +6,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from harness import Runner, residuals, sample_gradients, stacked
+from harness import Runner, residuals, sample_gradients
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rows import SHAPES, SIZES, methods
+from rows import SIZES, methods
+from test_laws import PARAMS, check_conservation, inputs
 from wire import along, replica_groups
 
 import gcjax
@@ -17,7 +18,6 @@ from gcjax._selfcheck import collectives, totals
 
 STEPS = 3
 ROWS = {row.name: row for row in methods()}
-PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 MESHES = {  # shape, axes, the slow ones, the fast ones
     "2x4": ((2, 4), ("slow", "fast"), ("slow",), ("fast",)),
     "4x2": ((4, 2), ("slow", "fast"), ("slow",), ("fast",)),
@@ -92,11 +92,7 @@ def nested(mesh_name, row_name):
 @functools.cache
 def steps_of(workers):
     """Gradients and squares of some steps, arrays (workers, ...)."""
-
-    def tree(per_worker):
-        return {name: x.reshape(-1, *SHAPES[name]) for name, x in stacked(per_worker).items()}
-
-    return [(tree(g), tree(s)) for g, s in zip(*sample_gradients(workers, SIZES, STEPS), strict=True)]
+    return [(inputs(g), inputs(s)) for g, s in zip(*sample_gradients(workers, SIZES, STEPS), strict=True)]
 
 
 def inner_means(steps, workers):
@@ -131,13 +127,8 @@ def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name)
 @pytest.mark.sample(2)
 def test_nothing_is_lost(mesh_name, row_name):
     run = nested(mesh_name, row_name)
-    _, once, _, state = run.run(steps_of(8))
-    left = residuals(state, run.workers, SIZES)
-    for leaf, name in enumerate(PARAMS):
-        dense = sum(g[name].mean(axis=0, dtype=np.float64) for g, _ in steps_of(8)).ravel()
-        sent = sum(update[name].astype(np.float64) for update in once).ravel()
-        kept = np.mean([worker[leaf] for worker in left], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, dense, rtol=1e-6, atol=1e-5)
+    updates, _, _, state = run.run(steps_of(8))
+    check_conservation(sample_gradients(8, SIZES, STEPS)[0], updates, residuals(state, run.workers, SIZES))
 
 
 @pytest.mark.parametrize(("mesh_name", "row_name"), CASES)

@@ -15,5 +15,5 @@ def instructions_of_update(leaves):
 
 def test_the_program_grows_in_proportion():
     """XLA once computed the flags and samples of all leaves again in the kernels of every leaf."""
-    few, more, many = map(instructions_of_update, (8, 16, 32))
+    few, more, many = map(instructions_of_update, (4, 8, 16))
     assert many - more <= 2.2 * (more - few)

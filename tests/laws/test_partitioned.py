@@ -75,7 +75,7 @@ def test_a_single_worker_runs_on_a_machine_with_many_devices():
 def test_the_check_at_lowering_passes_through_transformations():
     tx = gcjax.dense_compress()
     state, update = tx.init(W), lambda w, state: tx.update(3 * w, state)[0]
-    expected = update(W, state)
+    expected = jax.jit(update)(W, state)
     two = jax.tree.map(lambda x: jnp.stack([x, x]), (W, state))
     np.testing.assert_array_equal(jax.jit(jax.vmap(update))(*two), [expected, expected])
     np.testing.assert_array_equal(jax.vmap(update)(*two), [expected, expected])

@@ -18,6 +18,9 @@ METHODS = {
     "top_k": gcjax.top_k_compress(0.2, axis_name="data"),
     "power_sgd": gcjax.power_sgd_compress(1, key=jax.random.key(0), axis_name="data"),
 }
+EACH = pytest.mark.parametrize(
+    "method", ["variance", *(pytest.param(n, marks=pytest.mark.full) for n in list(METHODS)[1:])]
+)
 
 
 def loss_fn(params, batch):
@@ -98,9 +101,7 @@ def assert_same_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-@pytest.mark.parametrize(
-    "method", ["variance", *(pytest.param(name, marks=pytest.mark.full) for name in METHODS if name != "variance")]
-)
+@EACH
 def test_pmap_and_shard_map_end_with_the_same_bits(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
     in_pmap, pmap_state = train_in_pmap(method, stacked(params), first_states(tx, params), data)
@@ -115,9 +116,7 @@ def test_pmap_and_shard_map_end_with_the_same_bits(method):
     assert ours.wire_bytes == theirs.wire_bytes > 0
 
 
-@pytest.mark.parametrize(
-    "method", ["variance", *(pytest.param(name, marks=pytest.mark.full) for name in METHODS if name != "variance")]
-)
+@EACH
 def test_a_checkpoint_of_pmap_goes_on_in_shard_map(method):
     tx, params, data = steps(method)[0], params_of(), list(batches(STEPS))
     expected, _ = train_in_pmap(method, stacked(params), first_states(tx, params), data)
@@ -133,25 +132,3 @@ def test_stacked_states_outside_pmap_raise():
     tx = METHODS["top_k"]
     with pytest.raises(ValueError, match="update got the state of 8 workers at once"):
         tx.update(params_of(), jax.pmap(tx.init, axis_name="data")(stacked(params_of())))
-
-
-def test_an_axis_of_another_name_is_refused():
-    tx = METHODS["top_k"]
-    with pytest.raises(ValueError, match=r"axis_name \('data',\) is not bound here"):
-        jax.pmap(lambda s, g: tx.update(g, s), axis_name="batch")(
-            jax.pmap(tx.init, axis_name="data")(stacked(params_of())), stacked(params_of())
-        )
-
-
-def test_a_gradient_summed_by_shard_map_raises():
-    tx, params = METHODS["top_k"], params_of()
-    state = gcjax.distribute(tx.init(params), mesh_of(WORKERS))
-    specs = gcjax.state_specs(state)
-
-    def step(params, opt_state, batch):
-        return tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
-
-    with pytest.raises(ValueError, match=r"gcjax\.local_gradients"):
-        jax.shard_map(step, mesh=mesh_of(WORKERS), in_specs=(P(), specs, P("data")), out_specs=(P(), specs))(
-            params, state, next(batches(1))
-        )

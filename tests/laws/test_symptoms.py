@@ -1,5 +1,7 @@
 """Mistakes that run and train worse: counted by every update, shown by info, raised by check_training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +27,14 @@ def gradients(seed=0, equal=False):
     return {name: np.repeat(x[:1], WORKERS, 0) for name, x in drawn.items()} if equal else drawn
 
 
-def runner_of(method, mode, steps, **options):
-    runner = Runner(METHODS[method]("data"), PARAMS, WORKERS, mode)
+@functools.cache
+def compiled(method, mode):
+    return Runner(METHODS[method]("data"), PARAMS, WORKERS, mode)
+
+
+def runner_of(method, mode="shard_map", steps=0, **options):
+    """A runner after some steps; the compiled step is shared by all tests."""
+    runner = compiled(method, mode).restart()
     for seed in range(steps):
         runner.step(gradients(seed, **options))
     return runner
@@ -49,7 +57,7 @@ def test_local_gradients_are_not(mode):
 
 
 def test_gradients_equal_but_for_one_worker_are_not():
-    runner = Runner(METHODS["top_k"]("data"), PARAMS, WORKERS)
+    runner = runner_of("top_k")
     g = gradients(equal=True)
     g["a"][2] = gradients(1)["a"][2]
     runner.step(g)
@@ -57,8 +65,8 @@ def test_gradients_equal_but_for_one_worker_are_not():
 
 
 def test_zeros_do_not_count_as_equal():
-    runner = Runner(METHODS["variance"]("data"), PARAMS, WORKERS)
-    runner.step(jax.tree.map(np.zeros_like, gradients()))
+    runner, zeros = runner_of("variance"), jax.tree.map(np.zeros_like, gradients())
+    runner.step(zeros, zeros)
     assert gcjax.info(runner.state).identical == 0
 
 
@@ -128,9 +136,8 @@ def test_state_that_claims_to_be_replicated_is_refused():
         gcjax.info(state)
 
 
-def run_scaled(before, steps=150):
-    tx = before(gcjax.variance_compress(axis_name="data"))
-    runner = Runner(tx, PARAMS, WORKERS)
+def with_squares(runner, steps):
+    """The state after some steps with the squares of the gradients."""
     for seed in range(steps):
         g = gradients(seed % 3)
         runner.step(g, jax.tree.map(np.square, g))
@@ -138,28 +145,30 @@ def run_scaled(before, steps=150):
 
 
 def test_a_gradient_scaled_without_its_squares_is_named():
-    scaled = run_scaled(lambda tx: optax.chain(optax.scale(0.1), tx))
+    tx = optax.chain(optax.scale(0.1), METHODS["variance"]("data"))
+    scaled = with_squares(Runner(tx, PARAMS, WORKERS), 150)
     assert gcjax.info(scaled).squares_ratio < 0.02
     with pytest.raises(ValueError, match=r"times too large: something before the compressor.*gcjax\.scale_first"):
         gcjax.check_training(scaled)
 
 
 def test_squares_that_fit_are_not():
-    for before in (lambda tx: tx, lambda tx: gcjax.scale_first(optax.scale(0.1), tx)):
-        state = run_scaled(before, 20)
+    scaled = gcjax.scale_first(optax.scale(0.1), METHODS["variance"]("data"))
+    for runner in (runner_of("variance"), Runner(scaled, PARAMS, WORKERS)):
+        state = with_squares(runner, 20)
         np.testing.assert_allclose(gcjax.info(state).squares_ratio, 1, rtol=1e-5)
         gcjax.check_training(state)
 
 
 def test_a_method_without_squares_has_no_ratio():
-    runner = Runner(METHODS["top_k"]("data"), PARAMS, WORKERS)
+    runner = runner_of("top_k")
     runner.step(gradients(), jax.tree.map(lambda x: 100 + 0 * x, gradients()))
     np.testing.assert_array_equal(gcjax.info(runner.state).squares_ratio, 1)
 
 
 def test_a_step_that_is_not_finite_spoils_no_symptom():
-    runner = runner_of("variance", "shard_map", 1)
-    bad = gradients(1)
+    runner, bad = runner_of("variance"), gradients(1)
+    with_squares(runner, 1)
     bad["a"][:] = np.nan
     runner.step(bad, bad)
     found = gcjax.info(runner.state)
@@ -173,26 +182,24 @@ def test_symptoms_cost_one_collective_of_five_words():
     assert "s32[5]" in text
 
 
-def train(batch, **options):
-    step = gcjax.make_train_step(
-        lambda params, x: jnp.mean((x - params) ** 2),
-        optax.chain(METHODS["top_k"]("data"), optax.sgd(0.1)),
-        mesh_of(WORKERS),
-        moments=None,
-        **options,
-    )
-    state = step.init(jnp.zeros(40))
-    for _ in range(101):
-        state, _ = step(state, batch)
-    return state
-
-
 def test_a_training_step_checks_after_a_hundred():
+    def make_step(**options):
+        tx = optax.chain(METHODS["top_k"]("data"), optax.sgd(0.1))
+        return gcjax.make_train_step(
+            lambda params, x: jnp.mean((x - params) ** 2), tx, mesh_of(WORKERS), moments=None, **options
+        )
+
+    def train(step, batch):
+        state = step.init(jnp.zeros(40))
+        for _ in range(101):
+            state, _ = step(state, batch)
+
+    step = make_step()
     same, own = np.ones((WORKERS, 40), np.float32), np.arange(WORKERS * 40, dtype=np.float32).reshape(WORKERS, 40)
     with pytest.raises(ValueError, match="in 100 updates all workers had the same gradient"):
-        train(same)
-    train(own)
-    train(same, checks=False)
+        train(step, same)
+    train(step, own)
+    train(make_step(checks=False), same)
 
 
 def residual_ratios(tx, gradient, marks):
@@ -215,7 +222,7 @@ def test_a_residual_that_grows_for_ever_shows_beside_the_gradient():
 
 def test_the_ratio_takes_a_gradient_or_its_norm_and_is_printed():
     tx, gradient = gcjax.top_k_compress(0.5), {"w": jnp.array([3e30, 4e30, 0, 0])}
-    state = tx.update({"w": jnp.array([1.0, 3, -4, 5])}, tx.init(gradient))[1]
+    state = jax.jit(tx.update)({"w": jnp.array([1.0, 3, -4, 5])}, tx.init(gradient))[1]
     left = gcjax.info(state).residual_norm
     assert left == pytest.approx(10**0.5)
     np.testing.assert_allclose(gcjax.info(state, gradient).residual_ratio, left / 5e30, rtol=1e-6)
