@@ -155,11 +155,21 @@ def test_compiled_step_moves_the_bytes_that_info_reports():
     assert gcjax.info(state.opt_state).wire_bytes in totals(found)
 
 
-def test_accumulated_update_equals_the_whole_batch():
+def share_of_sum(params, batch):
+    """Of a worker's 16 samples. Its sum over them is their mean."""
+    return loss_fn(params, batch) * len(batch[1]) / 16
+
+
+@pytest.mark.parametrize(
+    ("loss", "moments"),
+    [(loss_fn, gcjax.value_and_moments), (share_of_sum, functools.partial(gcjax.value_and_moments, reduction="sum"))],
+    ids=["mean", "sum"],
+)
+def test_accumulated_update_equals_the_whole_batch(loss, moments):
     updates = []
     for parts in (1, 4):
         tx = optax.chain(gcjax.variance_compress(axis_name="data", values="float32", capacity=2048), optax.sgd(1.0))
-        step = gcjax.make_train_step(loss_fn, tx, mesh_of(2), accumulate=parts)
+        step = gcjax.make_train_step(loss, tx, mesh_of(2), accumulate=parts, moments=moments)
         state, metrics = step(step.init(PARAMS), batch_of(32))
         updates.append((state.params, metrics.loss))
     (whole, whole_loss), (parts, parts_loss) = updates
