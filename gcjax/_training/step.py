@@ -181,7 +181,7 @@ class TrainStep:
             grad,
             params=params,
             squares=squares,
-            value=functools.partial(self._value, loss),
+            value=lambda: dense_mean(loss, self._axes),
             checks=self._looks,
         )
         skipped = state.skipped
@@ -213,10 +213,6 @@ class TrainStep:
         model_state = None if state.model_state is None else state.model_state.unpack()
         trained, frozen = self._split(gather_shards(state.params, self._param_specs, self._gathered))
         return as_local(trained, self._axes), Inputs(batch, key, model_state, frozen)
-
-    def _value(self, loss: Array) -> Array:
-        """What transforms get as `value`."""
-        return dense_mean(loss, self._axes)
 
     def _own_shards(self, grad: PyTree, squares: PyTree) -> tuple[PyTree, PyTree]:
         """The mean over the axes along which parameters were gathered. Each sample now counts 1 / size."""
