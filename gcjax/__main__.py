@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _selfcheck(devices: int | None) -> int:
+    if devices is not None and devices < 1:
+        print(f"--devices must be at least 1, got {devices}", file=sys.stderr)
+        return 2
     with contextlib.suppress(RuntimeError):  # called from a program in which JAX has started: as many as there are
         jax.config.update("jax_num_cpu_devices", 8 if devices is None else devices)
     if devices is not None and jax.device_count() != devices:

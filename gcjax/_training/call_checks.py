@@ -47,6 +47,11 @@ class CallChecks:
 
     def before(self, state: Any, batch: PyTree) -> None:
         """Raise where the call would go wrong; see `gcjax.make_train_step`."""
+        if _is_deleted(state.step):
+            raise RuntimeError(
+                "this state was donated to an earlier step, which has reused its memory. Go on with the state that it "
+                "returned, and copy what you want to keep: jax.tree.map(jnp.copy, state.params)"
+            )
         if self._limit is not None:
             self._limit.check(state.step, state.skipped, state.params)
         if jax.process_count() > 1:
@@ -69,7 +74,7 @@ class CallChecks:
         if self._last is not None:
             old_batch, losses = self._last
             old_shapes, shapes = (jax.tree.flatten(jax.tree.map(jnp.shape, tree)) for tree in (old_batch, batch))
-            kept = not any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(old_batch))
+            kept = not any(map(_is_deleted, jax.tree.leaves(old_batch)))
             same_batch = kept and shapes == old_shapes and self._on_all(_equal, batch, old_batch)
             same_losses = self._on_all(_all_the_same, losses)
             self._last = None
@@ -98,6 +103,10 @@ class CallChecks:
             # The step itself reuses this trace and lowering.
             check_agreement(self._mesh, batch=shapes, **start, program=self._lower(state, batch))
             self._agreed.add(seen)
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def _is_traced(tree: PyTree) -> bool:

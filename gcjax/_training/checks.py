@@ -71,8 +71,9 @@ def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
             if node.workers != workers:
                 raise ValueError(
                     f"the state holds {node.workers} workers, but the mesh has {workers} along {node.axes}. Make it "
-                    "with step.init(params), which places it on the mesh once; do not call gcjax.distribute on it "
-                    "again. To go on with a state of another number of workers, use gcjax.resize(state, mesh)"
+                    "with step.init(params) (or fn.init of gcjax.compressed_value_and_grad), which places it on the "
+                    "mesh once; do not call gcjax.distribute on it again. To go on with a state of another number of "
+                    "workers, use gcjax.resize(state, mesh)"
                 )
 
 
@@ -126,18 +127,32 @@ def check_model_state(model_state: PyTree) -> None:
             )
 
 
-def check_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
-    """Raise ValueError if a spec shards over no axis of the mesh, or a dimension over axes of both sorts."""
+def checked_specs(param_specs: PyTree, mesh: jax.sharding.Mesh) -> list[PartitionSpec]:
+    """The leaves of `param_specs`.
+
+    Raises:
+      TypeError: one is no `PartitionSpec`.
+      ValueError: one shards over no axis of the mesh.
+    """
+    found = jax.tree_util.tree_leaves_with_path(param_specs)
+    for path, spec in found:
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"param_specs{jax.tree_util.keystr(path)} must be a jax.sharding.PartitionSpec, got {spec!r}"
+            )
+        if unknown := sorted({name for entry in spec for name in axis_tuple(entry)} - set(mesh.shape)):
+            raise ValueError(f"param_specs has {spec}, but the mesh has no axis {unknown}, only {tuple(mesh.shape)}")
+    return [spec for _, spec in found]
+
+
+def check_dimensions(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError if a spec shards a dimension over axes of both sorts."""
     for _, names in sharded_dimensions(spec, tuple(mesh.shape)):
         if set(names) & set(axes) and not set(names) <= set(axes):
             raise ValueError(
                 f"param_specs has {spec}, which shards one dimension over {names}, some of them axes of the batch and "
                 "some not; shard different dimensions over them"
             )
-    if unknown := {name for entry in spec for name in axis_tuple(entry)} - set(mesh.shape):
-        raise ValueError(
-            f"param_specs has {spec}, but the mesh has no axis {sorted(unknown)}, only {tuple(mesh.shape)}"
-        )
 
 
 def _is_special(node: object) -> bool:

@@ -14,7 +14,7 @@ from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
 from gcjax._moments.api import check_samples_lead
-from gcjax._training.checks import check_batch, checked_axes
+from gcjax._training.checks import check_batch, check_state, checked_axes, checked_specs
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
 from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
@@ -85,9 +85,10 @@ def compressed_value_and_grad(
 
     Raises:
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
-        are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly.
-      TypeError: from `init` and `fn`, a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is
-        not floating and differs between workers.
+        are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly, or a
+        state that is not of this mesh.
+      TypeError: `moments` or a leaf of `param_specs` is something else; from `init` and `fn`, a leaf of the
+        parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between workers.
 
     Example:
       >>> import gcjax
@@ -100,17 +101,14 @@ def compressed_value_and_grad(
     """
     axes = checked_axes(mesh, axis_name, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
-    for spec in jax.tree.leaves(param_specs, is_leaf=is_spec):
-        _check_param_spec(spec, mesh, axes)
+    for spec in checked_specs(param_specs, mesh):
+        _reject_worker_axes(spec, axes)
     gradient = batch_gradient(uniform_loss(loss_fn, has_aux), moments, has_aux, axes)
     return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
 
 
-def _check_param_spec(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
-    named = {name for entry in spec for name in axis_tuple(entry)}
-    if unknown := sorted(named - set(mesh.shape)):
-        raise ValueError(f"param_specs has {spec}, but the mesh has no axis {unknown}, only {tuple(mesh.shape)}")
-    if both := sorted(named & set(axes)):
+def _reject_worker_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> None:
+    if both := sorted({name for entry in spec for name in axis_tuple(entry)} & set(axes)):
         raise ValueError(
             f"param_specs has {spec}, which shards over {both}, an axis of the workers: all workers must have the same "
             "parameters. Leave the axis out of axis_name and of the compressor; the batch may stay sharded over it, "
@@ -150,6 +148,7 @@ class CompressedGrad:
             check_random_key("key", key)
         self._check_sharding(params)
         check_batch(batch, self._workers)
+        check_state(state, self._mesh)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         local = jax.shard_map(
             self._local_gradient,

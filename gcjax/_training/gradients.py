@@ -1,5 +1,6 @@
 """Loss, gradient and squares of one worker's batch, as a whole or part by part."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,7 +101,12 @@ def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool
       loss: of `uniform_loss`.
       moments, has_aux: see `make_train_step`.
       axes: of the workers.
+
+    Raises:
+      TypeError: `moments` is something else.
     """
+    if moments is not None:
+        _check_moments_function(moments, loss)
 
     def of_sample(trained: PyTree, inputs: tuple) -> Any:  # a batch of one sample, with one key
         batch, keys, model_state, frozen = inputs
@@ -125,6 +131,21 @@ def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool
     return gradient
 
 
+def _check_moments_function(moments: Any, loss: Loss) -> None:
+    try:
+        inspect.signature(moments).bind(loss, has_aux=True, in_axes=(0,))
+    except TypeError:
+        raise TypeError(
+            "moments must be gcjax.value_and_moments or a functools.partial of it, not called with a loss yet, or "
+            f"None, got {moments!r}"
+        ) from None
+
+
+def options_of(moments: Callable[..., Any] | None) -> dict[str, Any]:
+    """The options of a `functools.partial` of `value_and_moments`."""
+    return getattr(moments, "keywords", {})
+
+
 def _reject_averaged(loss: Array, axes: tuple[str, ...]) -> None:
     averaged = sorted(set(axes) - varying_axes(loss)) if tracks_variation(axes) else []
     if averaged:
@@ -134,10 +155,18 @@ def _reject_averaged(loss: Array, axes: tuple[str, ...]) -> None:
         )
 
 
-def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...]) -> GradientFn:
-    """`whole` on `parts` equal parts of the batch, one after the other, averaged. `axes`: of the workers."""
+def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...], moments: Callable[..., Any] | None) -> GradientFn:
+    """`whole` on `parts` equal parts of the batch, one after the other: what it returns for the whole batch.
+
+    Args:
+      whole: of `batch_gradient`.
+      parts: their number.
+      axes: of the workers.
+      moments: that of `whole`.
+    """
     if parts == 1:
         return whole
+    count = 1 if options_of(moments).get("reduction") == "sum" else parts  # what sums over the parts are divided by
 
     def gradient(trained: PyTree, inputs: Inputs) -> BatchGradient:
         batch = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), inputs.batch)
@@ -155,10 +184,10 @@ def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...]) -> Gradien
         squares = None if shapes.squares is None else zeros_like(shapes.squares)
         start = as_local(jnp.float32(0), axes), zeros_like(shapes.gradient), squares
         ((loss, grad, squares), model_state), aux = jax.lax.scan(add, (start, inputs.model_state), (batch, keys))
-        grad = jax.tree.map(lambda g, s: (g / parts).astype(s.dtype), grad, shapes.gradient)
-        # Each sample counts 1 / (parts * part size), so its square falls by parts**2.
-        squares = jax.tree.map(lambda s: s / parts**2, squares)
+        grad = jax.tree.map(lambda g, s: (g / count).astype(s.dtype), grad, shapes.gradient)
+        # In a mean each sample counts 1 / (parts * part size), so its square falls by parts**2.
+        squares = jax.tree.map(lambda s: s / count**2, squares)
         aux = whole_batch_aux(aux, jax.eval_shape(whole, trained, inputs).aux)
-        return BatchGradient(loss / parts, grad, squares, model_state, aux)
+        return BatchGradient(loss / count, grad, squares, model_state, aux)
 
     return gradient

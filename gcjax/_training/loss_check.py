@@ -10,7 +10,7 @@ import numpy as np
 
 from gcjax._jax_compat import key_of_equal_draws, without_mesh_types
 from gcjax._moments.check import CURE
-from gcjax._training.gradients import Inputs, Loss
+from gcjax._training.gradients import Inputs, Loss, options_of
 from gcjax._types import Array, PyTree
 
 TOLERANCE = 0.01  # relative: reduced precision and the order of summation change less, the mistakes looked for more
@@ -65,7 +65,7 @@ def check_losses(losses: np.ndarray, moments: Callable[..., Any] | None, trained
     limit = tolerance * np.abs(losses).max(axis=1)
     is_sum = np.abs(pair - alone.sum(axis=1)) <= limit
     is_mean = np.abs(pair - alone.mean(axis=1)) <= limit
-    wants_sum = moments is not None and options_of(moments).get("reduction") == "sum"
+    wants_sum = options_of(moments).get("reduction") == "sum"
     wrong = np.isfinite(losses).all(axis=1) & ~(is_sum if wants_sum else is_mean)
     if moments is None:
         wrong &= is_sum
@@ -81,11 +81,6 @@ def check_losses(losses: np.ndarray, moments: Callable[..., Any] | None, trained
         )
         raise ValueError(f"{found}: {cure} {OFF}")
     raise ValueError(f"{found}: loss_fn is not a mean over independent samples. {CURE} {OFF}")
-
-
-def options_of(moments: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a `functools.partial` of `value_and_moments`."""
-    return getattr(moments, "keywords", {})
 
 
 def _with_equal_draws(x: Array) -> Array:

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from gcjax._moments import value_and_moments
-from gcjax._training.checks import check_spec, checked_axes
+from gcjax._training.checks import check_dimensions, checked_axes, checked_specs
 from gcjax._training.step import TrainStep
 from gcjax._types import AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer
@@ -48,7 +48,7 @@ def make_train_step(
       moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
         `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
       accumulate: number of parts into which each worker's batch is split. Their gradients are computed one after the
-        other and averaged.
+        other and averaged (added up under reduction="sum").
       param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if they are
         not. Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are
         averaged over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis
@@ -65,7 +65,9 @@ def make_train_step(
         that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
         finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
         `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
-        samples. The call after 100 steps runs `gcjax.check_training`.
+        samples. The call after 100 steps runs `gcjax.check_training`. Where parameters are sharded, transforms that mix
+        them, such as `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB
+        does: they see a shard.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
@@ -78,13 +80,14 @@ def make_train_step(
         sharded over axes of both sorts; (from `init`) a compressor without axis; `trainable` is no prefix of the
         parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
         samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
-        the state is not of this mesh.
-      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean; (from `init`) a parameter is no
-        array, or is to be trained and not of a floating-point dtype; (when called) a leaf of the batch is no array, the
-        state is no `TrainState`, `loss_fn` returns something else, `tx` needs an argument that a step does not have.
+        a transform mixes shards of different parameters; the state is not of this mesh.
+      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments` or a leaf of `param_specs`
+        is something else; (from `init`) a parameter is no array, or is to be trained and not of a floating-point dtype;
+        (when called) a leaf of the batch is no array, the state is no `TrainState`, `loss_fn` returns something else,
+        `tx` needs an argument that a step does not have.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
-      RuntimeError: (when called, on all processes) the processes would not run the same step from the same state; see
-        `gcjax.check_agreement`.
+      RuntimeError: (when called) the state was donated to an earlier step; (on all processes) the processes
+        would not run the same step from the same state; see `gcjax.check_agreement`.
 
     Example:
       >>> import gcjax, jax, optax, jax.numpy as jnp
@@ -100,8 +103,8 @@ def make_train_step(
     check_flag("checks", checks)
     check_integer("max_skipped", max_skipped, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
-    for spec in jax.tree.leaves(param_specs):
-        check_spec(spec, mesh, axes)
+    for spec in checked_specs(param_specs, mesh):
+        check_dimensions(spec, mesh, axes)
     return TrainStep(
         loss_fn,
         optax.with_extra_args_support(tx),

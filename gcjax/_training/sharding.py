@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gcjax._core.owned import shared_among
 from gcjax._core.per_worker import PerWorker, is_per_worker
-from gcjax._jax_compat import constrain
+from gcjax._jax_compat import constrain, varying_axes
 from gcjax._types import Array, PyTree
 
 
@@ -84,7 +84,12 @@ def init_sharded(
     found = []
 
     def record_specs(params):  # a traced init tells the structure of the state, and with it the specs
-        found.append(state_specs(tx.init(params), params, param_specs))
+        state = tx.init(params)
+        found.append(state_specs(state, params, param_specs))
+        nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_worker)
+        for (path, node), spec in zip(nodes, jax.tree.leaves(found[0]), strict=True):
+            if not is_per_worker(node) and (axes := sorted(varying_axes(node))) and not any(spec):
+                raise differs_between_shards(path, axes)
         return jnp.int32(0)
 
     def on_shards(function, out_specs):
@@ -94,7 +99,32 @@ def init_sharded(
         )
 
     jax.eval_shape(on_shards(record_specs, PartitionSpec()), params)
-    return on_shards(tx.init, found[0])(params)
+    return on_shards(tx.init, found[0])(placeable(params, mesh))
+
+
+def differs_between_shards(path: tuple, axes: list[str]) -> ValueError:
+    return ValueError(
+        f"opt_state{jax.tree_util.keystr(path)} would differ between the shards along {axes}: a transform looks at all "
+        "parameters, such as optax.apply_if_finite, or keeps arrays of another shape than theirs, such as "
+        "optax.adafactor. It does not work on shards, of which each device sees its own: leave it out"
+    )
+
+
+def placeable(tree: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """A tree that `jax.jit` takes onto the mesh: arrays that are committed to other devices are moved there."""
+    devices, everywhere = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
+
+    def placed(x):
+        is_elsewhere = (
+            isinstance(x, jax.Array)
+            and not isinstance(x, jax.core.Tracer)
+            and x.committed
+            and x.sharding.device_set != devices
+        )
+        # For a mesh of several processes JAX would compare the values by a collective.
+        return jax.device_put(x, everywhere) if is_elsewhere and everywhere.is_fully_addressable else x
+
+    return jax.tree.map(placed, tree)
 
 
 def distribute(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
@@ -153,7 +183,7 @@ def distribute_any(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
         shardings = NamedSharding(mesh, state_specs(node))
         return dataclasses.replace(node, value=shardings) if is_per_worker(node) else shardings
 
-    state = jax.tree.map(shared, state, is_leaf=is_per_worker)
+    state = placeable(jax.tree.map(shared, state, is_leaf=is_per_worker), mesh)
     shardings = jax.tree.map(sharding, state, is_leaf=is_per_worker)
     return jax.jit(lambda tree: jax.tree.map(spread, tree, is_leaf=is_per_worker), out_shardings=shardings)(state)
 

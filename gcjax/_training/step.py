@@ -35,7 +35,7 @@ from gcjax._training.gradients import Inputs, accumulated, batch_gradient, unifo
 from gcjax._training.local import as_local
 from gcjax._training.loss_check import check_losses, losses_to_compare
 from gcjax._training.optimiser import update_with
-from gcjax._training.sharding import distribute, init_sharded, state_specs
+from gcjax._training.sharding import distribute, init_sharded, placeable, state_specs
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_random_key
 
@@ -95,7 +95,8 @@ class TrainStep:
         checks: bool = False,
     ) -> None:
         self._loss, self._moments = uniform_loss(loss_fn, has_aux), moments
-        self._gradient = accumulated(batch_gradient(self._loss, moments, has_aux, axes), accumulate, axes)
+        gradient = batch_gradient(self._loss, moments, has_aux, axes)
+        self._gradient = accumulated(gradient, accumulate, axes, moments)
         self._split = split_by(trainable)
         self._tx, self._mesh, self._axes = of_trained(tx, self._split), mesh, axes
         self._accumulate, self._param_specs = accumulate, param_specs
@@ -103,7 +104,7 @@ class TrainStep:
         self._sharding = {name for dimensions in specs for _, names in dimensions for name in names}
         self._gathered = tuple(axis for axis in axes if axis in self._sharding)
         self._workers = math.prod(mesh.shape[axis] for axis in axes)
-        self._skips_bad = max_skipped is not None
+        self._skips_bad, self._looks = max_skipped is not None, checks
         self._jitted = jax.jit(self._global_step, donate_argnums=0)
         self._checks = CallChecks(mesh, max_skipped, self._check_loss if checks else None, self._jitted.lower)
 
@@ -119,7 +120,9 @@ class TrainStep:
             check_compressors(state.opt_state, self._axes)
             return distribute(state, self._mesh)
         shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._param_specs)
-        params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(params)
+        params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(
+            placeable(params, self._mesh)
+        )
         opt_state = init_sharded(self._tx, params, self._mesh, self._param_specs)
         check_compressors(opt_state, self._axes)
         rest = distribute(TrainState(jnp.int32(0), (), (), own_state, key), self._mesh)
@@ -173,7 +176,13 @@ class TrainStep:
         grad, squares = self._own_shards(grad, squares)
         params, frozen = self._split(state.params)
         update = functools.partial(
-            update_with, self._tx, grad, params=params, squares=squares, value=functools.partial(self._value, loss)
+            update_with,
+            self._tx,
+            grad,
+            params=params,
+            squares=squares,
+            value=lambda: dense_mean(loss, self._axes),
+            checks=self._looks,
         )
         skipped = state.skipped
         if not self._skips_bad:
@@ -204,10 +213,6 @@ class TrainStep:
         model_state = None if state.model_state is None else state.model_state.unpack()
         trained, frozen = self._split(gather_shards(state.params, self._param_specs, self._gathered))
         return as_local(trained, self._axes), Inputs(batch, key, model_state, frozen)
-
-    def _value(self, loss: Array) -> Array:
-        """What transforms get as `value`."""
-        return dense_mean(loss, self._axes)
 
     def _own_shards(self, grad: PyTree, squares: PyTree) -> tuple[PyTree, PyTree]:
         """The mean over the axes along which parameters were gathered. Each sample now counts 1 / size."""

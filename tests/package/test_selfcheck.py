@@ -25,6 +25,8 @@ def test_the_laws_hold_here(capsys, monkeypatch):
     assert all(line.startswith("holds  ") for line in lines[1:-1])
     assert main(["selfcheck", "--devices", "5"]) == 2
     assert "there are 8 cpu devices" in capsys.readouterr().err
+    assert main(["selfcheck", "--devices", "0"]) == 2
+    assert "--devices must be at least 1, got 0" in capsys.readouterr().err
 
 
 def wrapped(change):

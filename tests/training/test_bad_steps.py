@@ -69,6 +69,7 @@ def parted(w, v):
 
 CHAINS = {
     "adam": lambda: optax.chain(variance(), optax.adam(1e-2)),
+    "apply_if_finite": lambda: optax.chain(variance(), optax.apply_if_finite(optax.adam(1e-2), 5)),
     "schedule": lambda: optax.chain(variance(), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))),
     "noise": lambda: optax.chain(variance(), optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.sgd(1e-2)),
     "momentum before": lambda: optax.chain(

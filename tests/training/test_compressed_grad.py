@@ -251,6 +251,14 @@ def test_shards_that_param_specs_does_not_say_raise(kind):
     fn.init(on(other, params_of(), SPECS))
 
 
+def test_a_state_that_is_not_of_the_mesh_raises():
+    tx = gcjax.dense_compress(axis_name="data")
+    fn = gcjax.compressed_value_and_grad(loss_fn, tx, mesh_of(4), moments=None)
+    for workers, state in ((1, tx.init(params_of())), (8, gcjax.distribute(tx.init(params_of()), mesh_of(8)))):
+        with pytest.raises(ValueError, match=rf"the state holds {workers} workers, but the mesh has 4.*gcjax\.resize"):
+            jax.eval_shape(fn, params_of(), state, batch_of(16))
+
+
 def test_aux_whose_samples_are_not_in_front_raises():
     mesh = mesh_of(2)
     tx = gcjax.dense_compress(axis_name="data")

@@ -61,6 +61,84 @@ def test_transforms_in_the_wrong_place_raise(case):
         first_step(tx=make(), moments=None)
 
 
+MATRIX = {"w": jnp.ones((3, 2)), "b": jnp.zeros((1, 2))}
+
+
+def two_axes(tx, specs=None, start=PARAMS, **options):
+    """A first step with workers along both axes of a mesh."""
+    mesh, axes = jax.make_mesh((2, 2), ("slow", "fast")), ("slow", "fast")
+    tx = optax.chain(tx, optax.sgd(0.1))
+    step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name=axes, moments=None, param_specs=specs, **options)
+    return step(step.init(start), BATCH)
+
+
+@pytest.mark.parametrize("first", ["slow", "fast"])
+def test_a_compressor_that_lacks_an_axis_of_the_step_raises(first):
+    other = {"slow": "fast", "fast": "slow"}[first]
+    compressor = gcjax.top_k_compress(0.5, axis_name=first)
+    says = rf"opt_state\[0\].* would differ between workers along \['{other}'\].*inner_axis_name"
+    for tx in (compressor, optax.chain(compressor, gcjax.dense_compress(axis_name=other))):
+        with pytest.raises(ValueError, match=says):
+            two_axes(tx)
+
+
+@pytest.mark.parametrize("bias", ["sharded", "whole"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_transform_that_mixes_parameters_raises_where_each_device_has_shards(bias, before):
+    chained = [gcjax.dense_compress(axis_name="slow"), optax.clip_by_global_norm(0.1)]
+    specs = {"w": jax.P(None, "fast"), "b": jax.P("fast" if bias == "sharded" else None)}
+    tx = optax.chain(*chained[::-1] if before else chained)
+    with pytest.raises(ValueError, match=r"params\['[bw]'\] depends on the shards .* \['fast'\].*clip_by_global_norm"):
+        two_axes(tx, specs)
+    if bias == "sharded":
+        two_axes(tx, specs, checks=False)
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (
+            optax.adafactor(0.1, min_dim_size_to_factor=1),
+            r"opt_state.*v_\w+\['[bw]'\] would .* between the shards along",
+        ),
+        (optax.apply_if_finite(optax.adam(0.1), 3), r"notfinite_count would differ between the shards along"),
+    ],
+    ids=["adafactor", "apply_if_finite"],
+)
+def test_transforms_whose_state_would_differ_between_shards_raise(transform, says):
+    with pytest.raises(ValueError, match=says):
+        two_axes(optax.chain(gcjax.dense_compress(axis_name="slow"), transform), jax.P(None, "fast"), start=MATRIX)
+
+
+def test_transforms_that_keep_parameters_apart_take_shards():
+    momentum = gcjax.local_transform(optax.trace(0.9), "slow")
+    tx = optax.chain(momentum, gcjax.dense_compress(axis_name="slow"), optax.clip_by_block_rms(0.1), optax.adamw(0.1))
+    two_axes(tx, {"w": jax.P(None, "fast"), "b": jax.P("fast")})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"moments": True}, r"moments must be gcjax.value_and_moments.*or None, got True"),
+        ({"moments": gcjax.value_and_moments(loss_fn)}, r"moments must be .*, not called with a loss.*or None, got <f"),
+        ({"param_specs": {"w": "data", "b": jax.P()}}, r"param_specs\['w'\] must be a jax.sharding.PartitionSpec, got"),
+    ],
+)
+def test_arguments_of_another_kind_raise(options, says):
+    for make in (gcjax.make_train_step, gcjax.compressed_value_and_grad):
+        with pytest.raises(TypeError, match=says):
+            make(loss_fn, adam(), mesh_of(WORKERS), **options)
+
+
+def test_parameters_of_other_devices_are_moved():
+    elsewhere = jax.device_put((PARAMS, jax.random.key(0)), jax.devices()[-1])
+    step = make_step(lambda params, batch, key: loss_fn(params, batch))
+    step(step.init(elsewhere[0], key=elsewhere[1]), BATCH)
+    mesh = jax.make_mesh((2, 2), ("slow", "fast"))
+    state = gcjax.init_sharded(gcjax.dense_compress(axis_name="slow"), elsewhere[0], mesh, jax.P())
+    assert state.report.axes == ("slow",)
+
+
 def test_transforms_that_ask_for_what_a_step_lacks_raise():
     with pytest.raises(TypeError, match=r"tx needs an argument .* 'grad' and 'value_fn'\. It gets value"):
         first_step(tx=optax.chain(variance(), optax.lbfgs()))
@@ -137,7 +215,10 @@ def test_a_state_that_is_not_of_the_mesh_raises():
         step(unplaced, BATCH)
     with pytest.raises(TypeError, match=r"must be the TrainState that init .* got <class 'dict'>"):
         step(PARAMS, BATCH)
-    step(gcjax.distribute(unplaced, mesh_of(WORKERS)), BATCH)
+    state = gcjax.distribute(unplaced, mesh_of(WORKERS))
+    step(state, BATCH)
+    with pytest.raises(RuntimeError, match=r"was donated to an earlier step.*Go on with the state that it"):
+        step(state, BATCH)
 
 
 def test_a_parameter_without_gradient_raises():
