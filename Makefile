@@ -12,7 +12,6 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Every law on every row and number of workers, in shard_map and pmap. With GCJAX_TEST_OPTIMISED=1 in front, these
