@@ -189,6 +189,7 @@ def test_own_methods_are_compared_with_dense():
         ({"inner_workers": 3, "inner_link": "1Gbit"}, "inner_workers must divide workers, got 3 and 16"),
         ({"inner_workers": 4}, "go together, got 4 and None"),
         ({"inner_link": "1Gbit"}, "go together, got 1 and '1Gbit'"),
+        ({"overlap": "backward"}, "overlap must be one of None, 'next_step', got 'backward'"),
         ({"methods": ["zip"]}, "no method zip; there are dense float32, "),
         ({"costs": {}}, "costs has no entry for dense float32, "),
     ],
@@ -233,11 +234,6 @@ def test_the_mean_within_a_host_is_never_hidden():
         assert mean > 0
         assert hidden.step == pytest.approx(100.0 + row.compute + mean)
         assert row.wire > mean
-
-
-def test_an_unknown_overlap_is_refused():
-    with pytest.raises(ValueError, match="overlap must be one of None, 'next_step', got 'backward'"):
-        plan(overlap="backward")
 
 
 @pytest.mark.parametrize("size", [np.int64(4_000_000), np.float32(4e6), np.array(4_000_000)])
