@@ -130,7 +130,7 @@ def as_link(name: str, value: Link | str | float, latency: float) -> Link:
     """
     if isinstance(value, Link):
         return value
-    good = 'such as "1Gbit", "100Mbit", "50GB/s" or a number of bits per second'
+    good = 'such as "1Gbit", "100Mbit" or "50GB/s"'
     return Link(_amount(name, value, "a speed", good, SPEEDS), latency)
 
 
@@ -155,12 +155,14 @@ def _amount(name: str, value: str | float, kind: str, good: str, units: dict[str
         found = re.fullmatch(_NUMBER + f"({'|'.join(units)})", value)
         if not found:
             raise ValueError(f"{name} must be {kind} {good}, got {value!r}")
-        value = float(found[1]) * units[found[2]]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        amount = float(found[1]) * units[found[2]]
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {good}, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, {good}, got {value!r}")
-    return float(value)
+    else:
+        amount = float(value)
+    if not math.isfinite(amount) or amount < 0 or (amount == 0 and not zero):
+        raise ValueError(f"{name} must be finite and {'at least' if zero else 'above'} 0, {good}, got {value!r}")
+    return amount
 
 
 def rate_text(bits_per_second: float) -> str:

@@ -95,6 +95,8 @@ class Plan(NamedTuple):
     def advice(self) -> str:
         """Whether to compress, and with which method, in one sentence."""
         best, dense = self.best, self.dense
+        if self.setting.hosts == 1:
+            return "Do not compress: nothing crosses the link."
         saved = 1 - best.step / dense.step
         if saved < WORTH_IT:
             saves = f"saves {100 * saved:.1f} % of the step" if saved > 0 else f"is slower than {DENSE}"

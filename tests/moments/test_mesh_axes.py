@@ -47,3 +47,22 @@ def test_checks_take_a_sharded_batch_outside_of_jit(kind):
     assert gcjax.explain_moments(loss_fn, has_aux=True)(w, x) == whole
     (loss, _), _ = gcjax.value_and_moments(loss_fn, has_aux=True)(w, x)
     np.testing.assert_allclose(loss, loss_fn(np.asarray(w), np.asarray(x))[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_weights_that_are_gathered_first_keep_their_rule(kind):
+    """Fully sharded parameters: a constraint stands between the weight and its use."""
+    mesh = jax.make_mesh((1, 2), ("data", "model"), (kind, kind), devices=jax.devices()[:2])
+    place = jax.reshard if kind == EXPLICIT else jax.lax.with_sharding_constraint
+
+    def gathered(w, x):
+        return loss_fn(place(w, P()), x)[0]
+
+    w, x = np.ones((8, 4), np.float32) / 4, np.ones((16, 8), np.float32)
+    expected = gcjax.value_and_moments(loss_fn, has_aux=True)(w, x)[1]
+    arrays = jax.device_put(w, NamedSharding(mesh, P(None, "model"))), jax.device_put(x, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        (row,) = gcjax.explain_moments(gathered)(*arrays).rows
+        _, found = jax.jit(gcjax.value_and_moments(gathered))(*arrays)
+    assert (row.rule, row.fallback) == ("dense", False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)

@@ -1,9 +1,10 @@
 """Every kind of sink against plain autodiff, and what the search for sinks promises."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from moments_cases import CASES, SIZE, assert_close
+from moments_cases import CASES, SIZE, assert_close, batch_of_tokens, draw, scaled
 
 from gcjax import explain_moments, value_and_moments
 
@@ -32,6 +33,17 @@ def test_sinks_equal_vmap_of_grad(name):
         np.testing.assert_allclose(value, expected, rtol=1e-12)
         assert_close(moments.grad, grad)
         assert_close(moments.sum_grad_squared, squares)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_ids_of_eight_bits_find_their_rows_in_a_longer_table(mode):
+    params, batch = {"t": draw(3, 260, 5)}, batch_of_tokens()
+    fn = jax.jit(value_and_moments(lambda p, b: scaled(jnp.take(p["t"], b["x"], axis=0, mode=mode), b)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        fn(params, {**batch, "x": batch["x"].astype(jnp.uint8)}),
+        fn(params, batch),
+    )
 
 
 def all_shapes(jaxpr):

@@ -145,6 +145,20 @@ def test_half_precision_squares_accumulate_in_float32(name):
         assert_close(moments.sum_grad_squared, wide.sum_grad_squared, 0.1)
 
 
+@pytest.mark.parametrize("method", ["auto", "vmap"])
+def test_eight_bit_parameters_have_squares_in_float32(method):
+    loss, params, batch = CASES["dense"]()
+    narrow = jax.tree.map(lambda p: p.astype(jnp.float8_e5m2), params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), narrow)
+    eight_bits = value_and_moments(
+        lambda p, b: loss(jax.tree.map(lambda x: x.astype(jnp.float32), p), b), method=method
+    )
+    _, moments = jax.jit(eight_bits)(narrow, batch)
+    _, expected = jax.jit(value_and_moments(loss))(wide, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments.grad)} == {jnp.dtype(jnp.float8_e5m2)}
+    assert_close(moments.sum_grad_squared, expected.sum_grad_squared, 0.3)
+
+
 @pytest.mark.parametrize("name", ["dense", "conv same", "embedding by index", "tied embedding", "rnn"])
 def test_a_nan_sample_makes_nan_moments(name):
     loss, params, batch = CASES[name]()

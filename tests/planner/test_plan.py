@@ -136,6 +136,9 @@ def test_65536_workers_take_no_memory():
 
 
 def test_advice_follows_the_numbers():
+    for options in ({"workers": 1}, {"workers": 8, "inner_workers": 8, "inner_link": "1Mbit"}):
+        alone = plan(methods=["variance"], costs=COSTS | {"dense float32": gcjax.Cost(1, 0, 0)}, **options)
+        assert alone.advice == "Do not compress: nothing crosses the link."
     found = plan(methods=["variance"])
     assert found.at("10Tbit").advice.startswith("Do not compress: the best, variance 1/100, is slower than dense")
     nearly = found.at(0.98 * found.best.break_even).advice
@@ -171,12 +174,14 @@ def test_own_methods_are_compared_with_dense():
     [
         ({"link": "fast"}, r"link must be a speed such as \"1Gbit\".*'fast'"),
         ({"link": "1Gbyte"}, "link"),
-        ({"link": 0}, "link must be above 0"),
+        ({"link": "1000000000"}, 'link must be a speed such as "1Gbit", "100Mbit" or "50GB/s", got'),
+        ({"link": 0}, "link must be finite and above 0"),
+        ({"link": "0Gbit"}, "got '0Gbit'"),
         ({"step_time": "soon"}, r"step_time must be a time such as \"0.3s\".*'soon'"),
-        ({"step_time": -1}, "step_time must be at least 0"),
+        ({"step_time": -1}, "step_time must be finite and at least 0"),
         ({"latency": "1 hour"}, "latency"),
         ({"params": "many"}, r"params must be a number such as \"25.6M\".*'many'"),
-        ({"params": 0}, "params must be above 0"),
+        ({"params": 0}, "params must be finite and above 0"),
         ({"params": 10.5}, "params must be a whole number"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"density": 0}, r"density must be in \(0, 1\], got 0"),
@@ -184,6 +189,7 @@ def test_own_methods_are_compared_with_dense():
         ({"inner_workers": 3, "inner_link": "1Gbit"}, "inner_workers must divide workers, got 3 and 16"),
         ({"inner_workers": 4}, "go together, got 4 and None"),
         ({"inner_link": "1Gbit"}, "go together, got 1 and '1Gbit'"),
+        ({"overlap": "backward"}, "overlap must be one of None, 'next_step', got 'backward'"),
         ({"methods": ["zip"]}, "no method zip; there are dense float32, "),
         ({"costs": {}}, "costs has no entry for dense float32, "),
     ],
@@ -228,11 +234,6 @@ def test_the_mean_within_a_host_is_never_hidden():
         assert mean > 0
         assert hidden.step == pytest.approx(100.0 + row.compute + mean)
         assert row.wire > mean
-
-
-def test_an_unknown_overlap_is_refused():
-    with pytest.raises(ValueError, match="overlap must be one of None, 'next_step', got 'backward'"):
-        plan(overlap="backward")
 
 
 @pytest.mark.parametrize("size", [np.int64(4_000_000), np.float32(4e6), np.array(4_000_000)])

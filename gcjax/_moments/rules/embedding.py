@@ -51,6 +51,8 @@ class Embedding(Sink):
         """`[N, ..., 1]` and `[N, ..., row]` -> ids `[N, T]` and rows `[N, T, features]`."""
         count = ids.shape[0]
         ids = ids.reshape(count, -1)
+        if ids.dtype.itemsize < 4:
+            ids = ids.astype(jnp.int32)  # the number of the table's last row may not fit into fewer bits
         if self.eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             # Clipped before the sort, so that all ids beyond the table's end count as its last row.
             ids = jnp.clip(ids, 0, aval(self.eqn.outvars[0]).shape[0] - 1)

@@ -16,7 +16,10 @@ from gcjax._moments.jaxprs import Atom, JaxprEqn, Operand, Scope, Var, aval, rea
 from gcjax._moments.rules.node import Key, Node, Reader, Sums, accumulator_dtype
 from gcjax._types import Array
 
-MOVES = {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "copy_p", "pvary", "slice", "name", "split"}
+MOVES = {
+    *("transpose", "reshape", "squeeze", "expand_dims", "rev", "slice", "split"),
+    *("copy", "copy_p", "name", "pvary", "reshard", "sharding_constraint"),
+}
 KEEPS_SQUARE = {"neg", "convert_element_type", "reduce_precision"}
 
 

@@ -111,7 +111,7 @@ class Sink(Node):
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """The dtype in which squares are summed: float32, or the gradient's own if that is wider."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.dtype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
 
 
 def stacked_reader(table: Table, size: int) -> Reader:
