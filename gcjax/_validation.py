@@ -78,6 +78,14 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_transform(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is an optax transform."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(
+            f"{name} must be an optax transform, such as optax.sgd(0.1) or gcjax.top_k_compress(), got {value!r}"
+        )
+
+
 def check_random_key(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a typed JAX random key."""
     if not isinstance(value, jax.Array) or not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -17,7 +17,9 @@ from gcjax._comm.collectives import GATHER_ROWS, mesh_comm, replaced_comm
 from gcjax._comm.comm import Comm
 from gcjax._types import Array, PyTree
 
-SIDE = 1000  # rows of the square matrices that stand for a model of which only the size is known
+# Square matrices stand for a model of which only the size is known: their rows in a model of up to 256 matrices, beyond
+# which they grow so that tracing a method takes seconds, and their rows at most, for one bucket each.
+SIDE, MATRICES, LARGEST_SIDE = 1000, 256, 1 << 14
 
 
 class Transfer(NamedTuple):
@@ -59,8 +61,8 @@ def arriving_bytes(transfer: Transfer, workers: int) -> int:
 
 
 def model_of(size: int) -> list[jax.ShapeDtypeStruct]:
-    """A model of `size` parameters: square matrices of `SIDE` rows (fewer if it is smaller), then the rest."""
-    side = min(SIDE, max(math.isqrt(size), 1))
+    """A model of `size` parameters: square matrices of `SIDE` rows, or fewer or more, and the rest."""
+    side = min(max(SIDE, math.isqrt(size // MATRICES)), max(math.isqrt(size), 1), LARGEST_SIDE)
     rows, rest = divmod(size, side)
     shapes: list[tuple[int, ...]] = [(side, side)] * (rows // side) + [(rows % side, side), (rest,)]
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes if math.prod(shape)]

@@ -10,6 +10,7 @@ from gcjax._core.checks import mask_like
 from gcjax._kernels.floats import TINY
 from gcjax._kernels.layout import path_name
 from gcjax._types import Array, PyTree
+from gcjax._validation import check_transform
 
 
 class ScaleFirstState(NamedTuple):
@@ -53,9 +54,10 @@ def scale_first(
       A transform with state `ScaleFirstState`, and with the extra arguments of both. Without `sum_grad_squared` it does
       the same as `optax.chain`.
 
-    Raises (from `init`):
-      ValueError: `scaling` keeps arrays, as momentum and Adam do, or adds something to the gradient, as weight decay
-        does.
+    Raises:
+      TypeError: an argument is no transform.
+      ValueError: (from `init`) `scaling` keeps arrays, as momentum and Adam do, or adds something to the gradient, as
+        weight decay does.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = gcjax.scale_first(optax.clip_by_global_norm(1.0), gcjax.variance_compress(alpha=1.5))
@@ -65,6 +67,8 @@ def scale_first(
     >>> print(updates)
     [0.5 0. ]
     """
+    check_transform("scaling", scaling)
+    check_transform("compressor", compressor)
     scaling, compressor = map(optax.with_extra_args_support, (scaling, compressor))
 
     def init(params: PyTree) -> ScaleFirstState:

@@ -1,7 +1,7 @@
 """A pytree as the leaves of one or several buckets.
 
-A bucket has at most 2**28 / 32 mask words, because indices have 28 bits. A larger model is split into several buckets,
-in the middle of a leaf if necessary.
+A bucket has at most 2**28 / 32 mask words, because indices have 28 bits. A larger model has several buckets. Only a
+leaf that is larger than a bucket is cut: PowerSGD, for one, sends the parts of a matrix uncompressed.
 """
 
 import dataclasses
@@ -81,16 +81,18 @@ def layout_of(tree: PyTree) -> Layout:
 def _fill(shapes: list[tuple[int, ...]], max_bucket: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     parts: list[tuple[int, int, int]] = []  # leaf, begin, size
-    room = max_bucket // WORD  # words
+    most = room = max_bucket // WORD  # words
 
     def close():
         nonlocal parts, room
         if parts:
             buckets.append(bucket_of(parts, shapes))
-        parts, room = [], max_bucket // WORD
+        parts, room = [], most
 
     for leaf, shape in enumerate(shapes):
         begin, size = 0, math.prod(shape)
+        if room < words_of(size) <= most:
+            close()
         while begin < size:
             take = size - begin
             if words_of(take) > room:

@@ -19,7 +19,7 @@ from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, unifor
 from gcjax._training.local import as_local
 from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
 from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import check_random_key
+from gcjax._validation import check_random_key, check_transform
 
 
 def compressed_value_and_grad(
@@ -87,8 +87,9 @@ def compressed_value_and_grad(
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
         are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly, or a
         state that is not of this mesh.
-      TypeError: `moments` or a leaf of `param_specs` is something else; from `init` and `fn`, a leaf of the
-        parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between workers.
+      TypeError: `tx` is no transform, `moments` or a leaf of `param_specs` is something else; from `init` and `fn`, a
+        leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between
+        workers.
 
     Example:
       >>> import gcjax
@@ -99,6 +100,7 @@ def compressed_value_and_grad(
       >>> print(loss, grad)
       3.0 [2. 1.]
     """
+    check_transform("tx", tx)
     axes = checked_axes(mesh, axis_name, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in checked_specs(param_specs, mesh):

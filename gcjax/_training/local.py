@@ -10,6 +10,7 @@ from gcjax._comm.collectives import axis_tuple
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
 from gcjax._types import AxisNames, PyTree
+from gcjax._validation import check_transform
 
 Result = TypeVar("Result")
 
@@ -66,11 +67,15 @@ def local_transform(tx: optax.GradientTransformation, axis_name: AxisNames) -> o
     Returns:
       A transform with the same updates, whose state is a `PerWorker`.
 
+    Raises:
+      TypeError: `tx` is no transform.
+
     Example:
       >>> import gcjax, jax.numpy as jnp
       >>> print(type(gcjax.local_transform(optax.trace(0.9), "data").init(jnp.ones(3))).__name__)
       PerWorker
     """
+    check_transform("tx", tx)
     axes = axis_tuple(axis_name)
     tx = optax.with_extra_args_support(tx)
 

@@ -11,7 +11,7 @@ from gcjax._moments import value_and_moments
 from gcjax._training.checks import check_dimensions, checked_axes, checked_specs
 from gcjax._training.step import TrainStep
 from gcjax._types import AxisNames, PyTree
-from gcjax._validation import check_flag, check_integer
+from gcjax._validation import check_flag, check_integer, check_transform
 
 
 def make_train_step(
@@ -81,10 +81,10 @@ def make_train_step(
         parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
         samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
         a transform mixes shards of different parameters; the state is not of this mesh.
-      TypeError: `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments` or a leaf of `param_specs`
-        is something else; (from `init`) a parameter is no array, or is to be trained and not of a floating-point dtype;
-        (when called) a leaf of the batch is no array, the state is no `TrainState`, `loss_fn` returns something else,
-        `tx` needs an argument that a step does not have.
+      TypeError: `tx` is no transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments` or a
+        leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not of a
+        floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`, `loss_fn`
+        returns something else, `tx` needs an argument that a step does not have.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called) the state was donated to an earlier step; (on all processes) the processes
         would not run the same step from the same state; see `gcjax.check_agreement`.
@@ -99,6 +99,7 @@ def make_train_step(
       3.0 [10.] 0
     """
     axes = checked_axes(mesh, axis_name, accumulate)
+    check_transform("tx", tx)
     check_flag("has_aux", has_aux)
     check_flag("checks", checks)
     check_integer("max_skipped", max_skipped, 1)

@@ -33,7 +33,7 @@ from gcjax._jax_compat import varying_axes
 from gcjax._kernels.floats import rounded
 from gcjax._kernels.layout import flatten, layout_of, unflatten
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_integer, check_number
+from gcjax._validation import check_integer, check_number, check_transform
 from gcjax.gossip._periodic import (
     Exchange,
     ExchangeInput,
@@ -139,8 +139,8 @@ def local_sgd(
     mixing = (0.5 if delay else 1.0) if mixing is None else mixing
     check_number("mixing", mixing, 0.0, 1.0)
     for name, tx in (("outer", outer), ("compressor", compressor)):
-        if tx is not None and not hasattr(tx, "init"):
-            raise TypeError(f"{name} must be a transform, such as optax.sgd(0.7) or gcjax.top_k_compress(), got {tx!r}")
+        if tx is not None:
+            check_transform(name, tx)
     count = _count_fragments(fragments, local_steps)
     anchored = outer is not None or compressor is not None
     outer_step = optax.sgd(1.0) if outer is None else outer

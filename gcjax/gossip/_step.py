@@ -14,7 +14,7 @@ from gcjax._training.checks import check_compressors, check_model_state, check_p
 from gcjax._training.sharding import distribute
 from gcjax._training.step import Metrics, TrainState, TrainStep
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_random_key
+from gcjax._validation import check_random_key, check_transform
 from gcjax.gossip._state import check_chain, find_gossip_state, pack_leaves, unpack_leaves
 
 
@@ -55,6 +55,7 @@ def make_train_step(
     3.0 [10.]
     """
     axes = checked_axes(mesh, axis_name, accumulate)
+    check_transform("tx", tx)
     return GossipStep(loss_fn, optax.with_extra_args_support(tx), mesh, axes, None, accumulate, PartitionSpec())
 
 

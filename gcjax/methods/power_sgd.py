@@ -111,8 +111,7 @@ def power_sgd_compress(
 
     A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes, and sends r (n + m) values
     instead of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
-    In a model above 2**28 entries, a leaf that spans several buckets of that size is also sent whole: do not stack the
-    layers of such a model into one leaf.
+    A leaf above 2**28 entries is also sent whole: do not stack the layers of a large model into one leaf.
 
     State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Time: 8 r operations per
     parameter. Momentum, weight decay and learning rate come after it:

@@ -77,6 +77,19 @@ def test_large_leaves_come_first_in_blocks_of_their_own():
     assert bucket.shape == (22, 32, 128)
 
 
+def test_only_leaves_larger_than_a_bucket_are_cut():
+    with limited_buckets(320):
+        layout = layouts.layout_of([jax.ShapeDtypeStruct((n,), jnp.float32) for n in (200, 10, 200, 700, 100)])
+    found = [[(s.leaf, s.begin, s.size) for s in bucket.segments] for bucket in layout.buckets]
+    assert found == [
+        [(0, 0, 200), (1, 0, 10)],
+        [(2, 0, 200), (3, 0, 96)],
+        [(3, 96, 320)],
+        [(3, 416, 284)],
+        [(4, 0, 100)],
+    ]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
 def test_integer_and_complex_leaves_raise(dtype):
     tree = {"dense": {"kernel": jnp.ones(3), "steps": jnp.zeros(2, dtype)}}

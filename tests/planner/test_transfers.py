@@ -167,3 +167,7 @@ def test_simulated_step_decodes_every_payload():
 def test_a_size_stands_for_square_matrices():
     assert [x.shape for x in model_of(2_003_005)] == [(1000, 1000), (1000, 1000), (3, 1000), (5,)]
     assert [x.shape for x in model_of(30)] == [(5, 5), (1, 5)]
+    for size in (7_000_000_000, 70_000_000_000):  # 7,000 matrices would take minutes to trace
+        shapes = [x.shape for x in model_of(size)]
+        assert sum(map(math.prod, shapes)) == size
+        assert len(shapes) < 300

@@ -54,6 +54,22 @@ TRANSFORMS = {  # each with what the error says, from init or the first step
 }
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tx: make_step(tx=tx),
+        lambda tx: gcjax.gossip.make_train_step(loss_fn, tx, mesh_of(2), axis_name="data"),
+        lambda tx: gcjax.compressed_value_and_grad(loss_fn, tx, mesh_of(2), axis_name="data"),
+        lambda tx: gcjax.local_transform(tx, "data"),
+        lambda tx: gcjax.scale_first(tx, variance()),
+        lambda tx: gcjax.scale_first(optax.clip(1.0), tx),
+    ],
+)
+def test_what_is_no_transform_raises(make):
+    with pytest.raises(TypeError, match=r"must be an optax transform, such as .* got <function adam"):
+        make(optax.adam)
+
+
 @pytest.mark.parametrize("case", TRANSFORMS)
 def test_transforms_in_the_wrong_place_raise(case):
     make, says = TRANSFORMS[case]
