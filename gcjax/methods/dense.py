@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def dense_compress(
     dtype: str | jax.typing.DTypeLike = "float32",
     *,
-    transport: str = "all_gather",
+    transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
     overlap: str | None = None,
@@ -33,11 +33,11 @@ def dense_compress(
         65,504 into infinities.
       transport: of 16-bit values: to every other worker ("all_gather"), which moves more bytes than float32 from 5
         workers on; to their owner and from it to all ("two_phase"), which moves half the bytes of float32; or "auto"
-        for the one that moves fewer bytes, two phases from 3 workers on.
+        for the one that moves fewer bytes, two phases from 3 workers on. float32 values are all-reduced.
       axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
 
     Raises:
-      ValueError: for another dtype; for a transport of float32 values, which are all-reduced.
+      ValueError: for another dtype; for another transport than "auto" with float32.
 
     **Randomness**: none. **Bias**: 16-bit values are rounded to the nearest, in two phases the mean as well; nothing
     is kept. **Non-finite input**: NaN on all workers.
@@ -52,7 +52,7 @@ def dense_compress(
     check_choice("dtype", name, DTYPES)
 
     check_transport(transport)
-    if name == "float32" and transport != "all_gather":
+    if name == "float32" and transport != "auto":
         raise ValueError(f"transport={transport!r} needs a dtype of 16 bits: float32 values are all-reduced")
 
     def narrow(x):
