@@ -17,9 +17,10 @@ from gcjax._comm.collectives import GATHER_ROWS, mesh_comm, replaced_comm
 from gcjax._comm.comm import Comm
 from gcjax._types import Array, PyTree
 
-# Square matrices stand for a model of which only the size is known: their rows in a model of up to 256 matrices, beyond
-# which they grow so that tracing a method takes seconds, and their rows at most, for one bucket each.
-SIDE, MATRICES, LARGEST_SIDE = 1000, 256, 1 << 14
+# Square matrices stand for a model of which only the size is known.
+SIDE = 1000  # rows of each
+MATRICES = 256  # a model of more of them has larger ones, so that tracing a method takes seconds
+LARGEST_SIDE = 1 << 14  # such a matrix fills a bucket
 
 
 class Transfer(NamedTuple):
@@ -61,7 +62,7 @@ def arriving_bytes(transfer: Transfer, workers: int) -> int:
 
 
 def model_of(size: int) -> list[jax.ShapeDtypeStruct]:
-    """A model of `size` parameters: square matrices of `SIDE` rows, or fewer or more, and the rest."""
+    """A model of `size` parameters: square matrices, of `SIDE` rows in a model of usual size, and the rest."""
     side = min(max(SIDE, math.isqrt(size // MATRICES)), max(math.isqrt(size), 1), LARGEST_SIDE)
     rows, rest = divmod(size, side)
     shapes: list[tuple[int, ...]] = [(side, side)] * (rows // side) + [(rows % side, side), (rest,)]

@@ -55,7 +55,7 @@ def scale_first(
       the same as `optax.chain`.
 
     Raises:
-      TypeError: an argument is no transform.
+      TypeError: an argument is not a transform.
       ValueError: (from `init`) `scaling` keeps arrays, as momentum and Adam do, or adds something to the gradient, as
         weight decay does.
 

@@ -49,7 +49,7 @@ def plan(
 
     Args:
       params_or_size: the parameters, a pytree of arrays or `jax.ShapeDtypeStruct`s; or their number, such as 25_600_000
-        or "25.6M", which assumes matrices of 1000 x 1000.
+        or "25.6M", which assumes matrices of 1000 x 1000, larger ones above 256M parameters.
       workers: number of data-parallel workers.
       link: each worker's link, or each host's with `inner_workers`: "1Gbit", "100Mbit", "50GB/s", a number of bits per
         second, or a `gcjax.Link`.

@@ -87,8 +87,8 @@ def compressed_value_and_grad(
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
         are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly, or a
         state that is not of this mesh.
-      TypeError: `tx` is no transform, `moments` or a leaf of `param_specs` is something else; from `init` and `fn`, a
-        leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between
+      TypeError: `tx` is not a transform, `moments` or a leaf of `param_specs` is something else; from `init` and `fn`,
+        a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between
         workers.
 
     Example:

@@ -68,7 +68,7 @@ def local_transform(tx: optax.GradientTransformation, axis_name: AxisNames) -> o
       A transform with the same updates, whose state is a `PerWorker`.
 
     Raises:
-      TypeError: `tx` is no transform.
+      TypeError: `tx` is not a transform.
 
     Example:
       >>> import gcjax, jax.numpy as jnp

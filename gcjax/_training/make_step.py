@@ -81,10 +81,10 @@ def make_train_step(
         parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
         samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
         a transform mixes shards of different parameters; the state is not of this mesh.
-      TypeError: `tx` is no transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments` or a
-        leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not of a
-        floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`, `loss_fn`
-        returns something else, `tx` needs an argument that a step does not have.
+      TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
+        or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
+        of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,
+        `loss_fn` returns something else, `tx` needs an argument that a step does not have.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called) the state was donated to an earlier step; (on all processes) the processes
         would not run the same step from the same state; see `gcjax.check_agreement`.

@@ -14,6 +14,7 @@ from test_laws import PARAMS, check_conservation, inputs
 from wire import along, replica_groups
 
 import gcjax
+from gcjax._comm.collectives import dense_mean, scatter_mean
 from gcjax._selfcheck import collectives, totals
 
 STEPS = 3
@@ -183,6 +184,11 @@ def test_replica_groups_are_read_in_both_of_their_forms():
     assert along(text, mesh, ("fast",)) == text.splitlines()[1]
 
 
+def summed_dtypes(text):
+    """Element types of the all-reduces and reduce-scatters of a lowered program."""
+    return re.findall(r"(?:all_reduce|reduce_scatter)[^^]*\^bb0\(%arg\d+: tensor<(\w+)>", text)
+
+
 def test_bfloat16_gradients_are_added_up_in_float32():
     mesh = jax.make_mesh((2, 4), ("slow", "fast"), (AxisType.Auto,) * 2)
     tx = gcjax.top_k_compress(0.5, axis_name="slow", inner_axis_name="fast")
@@ -195,6 +201,15 @@ def test_bfloat16_gradients_are_added_up_in_float32():
     specs = (P(("slow", "fast")), gcjax.state_specs(state))
     run = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=P())
     text = jax.jit(run).lower(gradient, jax.eval_shape(lambda: gcjax.distribute(state, mesh))).as_text()
-    summed = re.findall(r"all_reduce[^^]*\^bb0\(%arg\d+: tensor<(\w+)>", text)
-    assert "f32" in summed
-    assert "bf16" not in summed
+    assert "f32" in summed_dtypes(text)
+    assert "bf16" not in summed_dtypes(text)
+
+
+@pytest.mark.parametrize(
+    "mean", [dense_mean, lambda x, axes: scatter_mean(x, P("fast"), axes)], ids=["all-reduce", "reduce-scatter"]
+)
+def test_means_of_bfloat16_are_added_up_in_float32(mean):
+    mesh, split = jax.make_mesh((8,), ("fast",), (AxisType.Auto,)), P("fast")
+    run = jax.shard_map(lambda x: mean(x, ("fast",)), mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    text = jax.jit(run).lower(jax.ShapeDtypeStruct((64, 8), "bfloat16")).as_text()
+    assert summed_dtypes(text) == ["f32"]

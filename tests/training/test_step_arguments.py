@@ -65,7 +65,7 @@ TRANSFORMS = {  # each with what the error says, from init or the first step
         lambda tx: gcjax.scale_first(optax.clip(1.0), tx),
     ],
 )
-def test_what_is_no_transform_raises(make):
+def test_an_argument_that_is_not_a_transform_raises(make):
     with pytest.raises(TypeError, match=r"must be an optax transform, such as .* got <function adam"):
         make(optax.adam)
 
