@@ -9,6 +9,7 @@ from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
 from gcjax._export import register_states
+from gcjax._jax_compat import UntestedJaxWarning
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs
 from gcjax._planner.measuring import Cost, Method
@@ -38,6 +39,7 @@ __all__ = [
     "Plan",
     "ScaleFirstState",
     "TrainState",
+    "UntestedJaxWarning",
     "check_agreement",
     "check_moments",
     "check_training",

@@ -1,23 +1,39 @@
-"""JAX names that lie outside its stable API. The rest of gcjax uses them only through this module.
+"""Names of JAX outside its stable API, and differences between its releases. The rest of gcjax uses them through here.
 
-They are looked up on import, so that a JAX release without one of them fails at once and says why.
+Private names, what for, and what breaks without them:
+
+- `ShapedArray.mat`: the mesh axes along which a value is typed as varying. Without it no gradient that JAX has already
+  all-reduced would be noticed.
+- `config._check_vma`: turns that typing off for a part of a program. Without it there is no `sample_axis` inside
+  `shard_map`, and no agreement whose result is typed as equal on all workers.
+- `JaxprEqn.ctx`, `Primitive.get_bind_params`: what `jax.core.eval_jaxpr` needs for an equation, beside its operands.
+  Without them no equation of a loss can be run alone, so there are no squares but those of `method="vmap"`.
+- `distributed.global_state.client`: the store that processes share before any collective runs. Without it processes
+  that run different programs would wait for each other for ever, instead of raising.
 """
 
 import functools
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.extend
 import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import batching, mlir
 
 from gcjax._types import Array, PyTree
 
-KNOWN_VERSIONS = ("0.10.0", "0.10.1", "0.10.2")  # JAX releases that gcjax was tested with
+TESTED_SERIES = (0, 12)  # the newest series of JAX with which the tests were run
+T = TypeVar("T")
+
+
+class UntestedJaxWarning(UserWarning):
+    """The installed JAX is of a newer series than those with which gcjax was tested."""
 
 
 def needed(name: str) -> Any:
@@ -30,31 +46,35 @@ def needed(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as error:
         lacking = name.replace(":", ".")
-        raise ImportError(f"gcjax needs {lacking}, which JAX {jax.__version__} does not have. {_cure()}") from error
+        raise ImportError(
+            f"gcjax needs {lacking}, which JAX {jax.__version__} does not have. Update gcjax, or install a JAX that it "
+            f"was tested with: pip install 'jax<{_after_tested()}'"
+        ) from error
 
 
-def check_version(version: tuple[int, ...]) -> None:
-    """Raise ImportError for a JAX of another series than the known releases, of which nothing is known."""
-    if version[:2] != tuple(map(int, KNOWN_VERSIONS[-1].split(".")))[:2]:
-        raise ImportError(f"gcjax does not know JAX {'.'.join(map(str, version))}, which is installed. {_cure()}")
+def warn_if_untested(version: tuple[int, ...]) -> None:
+    """Issue an `UntestedJaxWarning` for a release of JAX of a newer series than the tested ones."""
+    if version[:2] > TESTED_SERIES:
+        tested, installed = (".".join(map(str, numbers)) for numbers in (TESTED_SERIES, version))
+        warnings.warn(
+            f"gcjax was tested with JAX up to {tested}, and {installed} is installed. `python -m gcjax selfcheck` runs "
+            f"the most important checks on it. For a tested JAX: pip install 'jax<{_after_tested()}'",
+            UntestedJaxWarning,
+            stacklevel=2,
+        )
 
 
-def _cure() -> str:
-    known = KNOWN_VERSIONS[-1]
-    return f"Known to work: {', '.join(KNOWN_VERSIONS)}. Run pip install jax=={known} jaxlib=={known}, or update gcjax"
+def _after_tested() -> str:
+    return f"{TESTED_SERIES[0]}.{TESTED_SERIES[1] + 1}"
 
 
-check_version(jax.__version_info__)
+warn_if_untested(jax.__version_info__)
 _check_vma = needed("jax._src.config:_check_vma")
 _distributed = needed("jax._src.distributed:global_state")
-_NamedAxisEffect = needed("jax._src.core:NamedAxisEffect")
-_ShardingContext = needed("jax._src.sharding_impls:ShardingContext")
 for _name in (
     "jax:enable_x64",
     "jax:reshard",
     "jax:typeof",
-    "jax.extend.core:ClosedJaxpr",
-    "jax.extend.core:Literal",
     "jax.extend.core:Primitive",
     "jax.extend.random:define_prng_impl",
     "jax.interpreters.batching:defvectorized",
@@ -105,9 +125,9 @@ def _identity(x, *, check):
 
 
 def _lower_checked(ctx, x, *, check):
-    axes = ctx.module_context.axis_context
-    if isinstance(axes, _ShardingContext):  # not inside `shard_map`
-        check(axes.num_devices)
+    devices = getattr(ctx.module_context.axis_context, "num_devices", None)  # None inside `shard_map`
+    if devices is not None:
+        check(devices)
     return [x]
 
 
@@ -255,21 +275,34 @@ def zeros(shape: Sequence[int], dtype: jax.typing.DTypeLike, like: PyTree) -> Ar
     return vary_like(jnp.zeros(shape, dtype), like)
 
 
-def closed(jaxpr: "jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr") -> "jax.extend.core.ClosedJaxpr":
-    """A closed jaxpr, from one that may be open and then has no constants."""
-    return jaxpr if isinstance(jaxpr, jax.extend.core.ClosedJaxpr) else jax.extend.core.ClosedJaxpr(jaxpr, ())
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A closed jaxpr, from one that may be open and then has no constants. Since JAX 0.11 both are one class."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def bind(eqn: "jax.extend.core.JaxprEqn", values: Sequence[Array]) -> list[Array]:
+def bind(eqn: JaxprEqn, values: Sequence[Array]) -> list[Array]:
     """Evaluate one equation of a jaxpr on new values."""
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def has_side_effects(eqn: "jax.extend.core.JaxprEqn") -> bool:
-    """Whether the equation must run even if nothing reads its results. Naming a mapped axis does not count."""
-    return any(not isinstance(effect, _NamedAxisEffect) for effect in eqn.effects)
+def scan_parts(scan: JaxprEqn, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Divide a sequence aligned with a scan's inputs into (constants, carries, scanned inputs)."""
+    if "ft_in" in scan.params:  # since JAX 0.11
+        consts, carries, xs = scan.params["ft_in"].update(inputs).unpack()
+        return list(consts), list(carries), list(xs)
+    first = scan.params["num_consts"]
+    last = first + scan.params["num_carry"]
+    return list(inputs[:first]), list(inputs[first:last]), list(inputs[last:])
+
+
+def has_side_effects(eqn: JaxprEqn) -> bool:
+    """Whether the equation must run even if nothing reads its results. Naming a mapped axis does not count.
+
+    If JAX renames that effect, equations that name an axis are kept although nothing reads them.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 class KeyValueStore(Protocol):

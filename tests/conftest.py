@@ -4,6 +4,9 @@ import collections
 import gc
 import itertools
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +22,22 @@ if not os.environ.get("GCJAX_TEST_OPTIMISED"):  # set it to compile as users do
         "--xla_cpu_use_fusion_emitters=false",
         "--xla_llvm_disable_expensive_passes=true",
     ]
+
+
+def flags_known_to_xla(flags):
+    """Those of the flags that the installed XLA has. It aborts on others, and names them."""
+    start = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"]
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
+    asked = subprocess.run(start, env=environment, capture_output=True, text=True, check=False)
+    unknown = re.findall(r"Unknown flags? in XLA_FLAGS:(.*)", asked.stderr)
+    if asked.returncode and not unknown:
+        raise RuntimeError(f"XLA does not start with the flags of the tests: {asked.stderr}")
+    return [flag for flag in flags if flag not in " ".join(unknown).split()]
+
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+if FLAGS[0] not in os.environ.get("XLA_FLAGS", ""):  # the processes of pytest-xdist inherit them
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags_known_to_xla(FLAGS)])
 # Programs that have not changed since the last run are not compiled again. `pytest --cache-clear` forgets them.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "d" / "programs"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -86,19 +86,16 @@ def send(x: Array, destinations: Sequence[int], axis_names: tuple[str, ...]) -> 
       destinations: for each worker, the number of the worker it sends to; its own number if it sends nothing. Static.
       axis_names: mesh axes of the workers.
     """
-    number = _number_in_mesh(axis_names)
+    if len(axis_names) == 1:
+        number, in_order = list(range(len(destinations))), axis_names
+    else:  # `lax.ppermute` counts in the order of the mesh's axes, and since JAX 0.12 wants them in that order
+        in_mesh = jax.sharding.get_abstract_mesh().axis_names
+        in_order = tuple(sorted(axis_names, key=in_mesh.index))
+        sizes = [axis_size((name,)) for name in axis_names]
+        mine = np.arange(math.prod(sizes)).reshape(sizes)
+        number = np.argsort(mine.transpose([axis_names.index(name) for name in in_order]).ravel()).tolist()
     pairs = [(number[worker], number[to]) for worker, to in enumerate(destinations) if to != worker]
-    return lax.ppermute(x, axis_names, pairs)
-
-
-def _number_in_mesh(axis_names: tuple[str, ...]) -> list[int]:
-    """The number that `lax.ppermute` gives to each worker: it counts in the order of the mesh's axes."""
-    sizes = [axis_size((name,)) for name in axis_names]
-    if len(sizes) == 1:
-        return list(range(*sizes))
-    in_mesh = jax.sharding.get_abstract_mesh().axis_names
-    order = sorted(range(len(sizes)), key=lambda i: in_mesh.index(axis_names[i]))
-    return np.argsort(np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel()).tolist()
+    return lax.ppermute(x, in_order, pairs)
 
 
 def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:

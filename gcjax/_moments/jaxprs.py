@@ -1,13 +1,15 @@
-"""Jaxprs: their types, the parts of a scan, and what is known of a variable before anything runs."""
+"""Jaxprs: their types, and what is known of a variable before anything runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from gcjax._jax_compat import scan_parts
 
 ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
 
@@ -32,7 +34,6 @@ class ScannedValue:
 
 Atom = Var | Literal
 Operand = Var | ScannedValue
-T = TypeVar("T")
 
 
 def aval(key: Atom | ScannedValue) -> jax.core.ShapedArray:
@@ -48,13 +49,6 @@ def variables(atoms: Iterable[Atom]) -> tuple[Var, ...]:
 def read_atom(atom: Atom, read: Callable[[Var], Any]) -> Any:
     """The value of an operand: that of a literal, or what `read` gives for a variable."""
     return atom.val if isinstance(atom, Literal) else read(atom)
-
-
-def scan_parts(scan: JaxprEqn, inputs: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Divide a sequence aligned with a scan's inputs into (constants, carries, scanned inputs)."""
-    first = scan.params["num_consts"]
-    last = first + scan.params["num_carry"]
-    return inputs[:first], inputs[first:last], inputs[last:]
 
 
 class Scope:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from gcjax import _jax_compat
+from gcjax._jax_compat import scan_parts
 from gcjax._moments.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
@@ -18,7 +19,6 @@ from gcjax._moments.jaxprs import (
     ScannedValue,
     Var,
     read_atom,
-    scan_parts,
     variables,
 )
 from gcjax._moments.problem import Problem
@@ -26,7 +26,10 @@ from gcjax._moments.rules.combine import ScannedMoments
 from gcjax._moments.rules.node import Key, Reader
 from gcjax._types import Array
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+CALLS = {
+    **{"jit": "jaxpr", "pjit": "jaxpr"},
+    **{"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"},
+}
 CHECKPOINTS = ("remat", "remat2", "checkpoint")
 
 
@@ -157,11 +160,11 @@ def live_equations(jaxpr: Jaxpr, keys: Iterable[Key]) -> tuple[list[LiveEquation
 
 
 def _live_scan(eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | ScannedMoments]) -> LiveScan:
-    body, count = eqn.params["jaxpr"].jaxpr, eqn.params["num_carry"]
+    body = eqn.params["jaxpr"].jaxpr
     inputs = list(zip(eqn.invars, body.invars, strict=True))
     consts, carried, xs = scan_parts(eqn, inputs)
-    outputs = [i for i in wanted if i >= count]
-    carries = {i for i in wanted if i < count}
+    outputs = [i for i in wanted if i >= len(carried)]
+    carries = {i for i in wanted if i < len(carried)}
     inner = [key for extra in extras for key in ([extra.key] if isinstance(extra, ScannedValue) else extra.node.needs)]
     while True:
         eqns, needed = live_equations(body, [body.outvars[i] for i in [*carries, *outputs]] + inner)

@@ -7,7 +7,8 @@ makes it. What no rule covers is cut where it stands: vmap stacks that value ove
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gcjax._moments.jaxprs import Atom, JaxprEqn, Literal, Scope, Var, aval, scan_parts
+from gcjax._jax_compat import scan_parts
+from gcjax._moments.jaxprs import Atom, JaxprEqn, Literal, Scope, Var, aval
 from gcjax._moments.problem import Problem
 from gcjax._moments.program import BackwardPass, trace
 from gcjax._moments.rules.combine import Concatenated, Scanned, ScannedLayers, ScannedSum, Tied
@@ -142,13 +143,14 @@ def _scan(scope: Scope, eqn: JaxprEqn, index: int, cut: PerSample) -> Node:
     """The node of result `index` of a scan."""
     body = scope.body(eqn)
     out = body.jaxpr.outvars[index]
-    if index >= eqn.params["num_carry"]:
+    carries, starts = scan_parts(eqn, body.jaxpr.invars)[1], scan_parts(eqn, eqn.invars)[1]
+    if index >= len(carries):
         child = find_node(body, out)
         if isinstance(child, PerSample):
             return PerSample(cut.key, child.made_by)
         return ScannedLayers(eqn, children=(child,))
-    carry, start = scan_parts(eqn, body.jaxpr.invars)[1][index], scan_parts(eqn, eqn.invars)[1][index]
-    if body.uses(carry) != 1 or not scope.is_zero(start):
+    carry = carries[index]
+    if body.uses(carry) != 1 or not scope.is_zero(starts[index]):
         return cut
     terms = _added_to(body, carry, out)
     if not terms:
