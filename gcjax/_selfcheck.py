@@ -4,9 +4,7 @@ Each method takes a few steps on every device. Looked at are the bits of the upd
 collectives of the program that XLA has compiled for these devices.
 """
 
-import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gcjax
 from gcjax._core.state import compress_states
+from gcjax._hlo import collectives, totals
 
 SHAPES = {"kernel": (96, 128), "bias": (128,), "scale": (), "conv": (3, 3, 16, 16)}
 STEPS = 4
@@ -34,10 +33,6 @@ METHODS: dict[str, Make] = {
     "onebit": lambda axis: gcjax.onebit_compress(axis_name=axis),
 }
 UNBIASED = ("qsgd",)  # keep nothing of what they do not send
-
-
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
 def _variance(transport: str, axis: str) -> optax.GradientTransformationExtraArgs:
@@ -58,16 +53,6 @@ class Check(NamedTuple):
     law: str
     holds: bool
     found: str
-
-
-class Collective(NamedTuple):
-    """kind, dtype and elements of the result; ring_bytes: what a worker sends; branch: of a conditional, "" outside."""
-
-    kind: str
-    dtype: str
-    elements: int
-    ring_bytes: float
-    branch: str
 
 
 def selfcheck(mesh: jax.sharding.Mesh, methods: dict[str, Make] = METHODS) -> Iterator[Check]:
@@ -112,7 +97,7 @@ def _check_method(name: str, make: Make, mesh: jax.sharding.Mesh) -> Iterator[Ch
     if name not in UNBIASED:
         error = _lost(state, given, sent)
         yield Check(name, "nothing is lost", error < 1e-5, f"{error:.1e} of the gradients")
-    moved = collectives(run.lower(placed, state).compile().as_text() or "", workers)
+    moved = collectives(run.lower(placed, state).compile().as_text() or "")
     reported = gcjax.info(state).wire_bytes
     possible = sorted(totals(moved))
     near = min(possible, key=lambda total: abs(total - reported))
@@ -152,42 +137,3 @@ def _check_gradients(mesh: jax.sharding.Mesh) -> Check:
     x = jax.device_put(np.arange(1, workers + 1, dtype=np.float32), NamedSharding(mesh, over))
     found = np.asarray(run(jnp.float32(1.0), x))
     return Check("local_gradients", "each worker has its own gradient", bool((found == np.asarray(x)).all()), "")
-
-
-def collectives(text: str, workers: int) -> list[Collective]:
-    """All collectives of a compiled program. Raises on a kind whose bytes are not known here."""
-    found = []
-    branch = ""
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):  # a computation begins
-            branch = "" if line.startswith("ENTRY") else line.split()[0]
-        line = re.sub(r"/\*.*?\*/", "", line)  # long tuples have their indices in comments
-        match = re.search(rf"= (\(?[a-z0-9]+\[[^=]*?) ({'|'.join(KINDS)})(-start)?\(", line)
-        if not match:
-            continue
-        shapes, kind = re.findall(r"([a-z][a-z0-9]*)\[([0-9,]*)\]", match[1]), match[2]
-        if match[3] and kind in ("all-gather", "all-to-all"):  # the result holds the operands too, in front
-            shapes = shapes[len(shapes) // 2 :]
-        for dtype, dims in shapes:
-            elements = math.prod(int(d) for d in dims.split(",")) if dims else 1
-            size = elements * BYTES[dtype]
-            ring: float
-            if kind == "all-reduce":
-                ring = size * 2 * (workers - 1) / workers
-            elif kind in ("all-gather", "all-to-all"):  # for the latter one element per worker, or a single array
-                ring = size * (workers - 1) / workers
-            else:
-                raise ValueError(f"no rule for {kind}: {line}")
-            found.append(Collective(kind, dtype, elements, ring, branch))
-    return found
-
-
-def totals(found: list[Collective]) -> list[float]:
-    """Bytes that a step may move: all outside of branches, and one branch for each kind of collective in branches."""
-    branches: dict[str, dict[str, float]] = {}
-    for c in found:
-        if c.branch:
-            choices = branches.setdefault(c.kind, {})
-            choices[c.branch] = choices.get(c.branch, 0.0) + c.ring_bytes
-    always = sum(c.ring_bytes for c in found if not c.branch)
-    return [always + sum(choice) for choice in itertools.product(*(moved.values() for moved in branches.values()))]

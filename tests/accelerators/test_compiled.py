@@ -12,11 +12,11 @@ from pathlib import Path
 import cases
 import optax
 import pytest
-from wire import replica_groups
 
 import gcjax
 from bench.accelerators import environments, hlo
 from bench.machine import ROOT
+from gcjax._hlo import replica_groups
 
 TARGETS = ("tpu", "gpu")
 HOST = 4  # workers on one; numbered in the order of the mesh

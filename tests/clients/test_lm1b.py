@@ -13,10 +13,9 @@ from flax import linen as nn
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from wire import replica_groups
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 VOCABULARY, WIDTH = 32, 16
 
@@ -142,12 +141,8 @@ def test_the_dense_compressor_takes_the_steps_of_plain_jit():
 def crossing_entries(text, mesh):
     """The largest number of entries that a collective of a compiled program moves between parts of the axis "data"."""
     part = mesh.size // mesh.shape["data"]
-    moved = [0]
-    for line in text.splitlines():
-        groups = replica_groups(line)
-        if "replica_groups=" in line and (groups is None or any(len({i // part for i in g}) > 1 for g in groups)):
-            moved += [c.elements for c in collectives(line, 2)]
-    return max(moved)
+    found = [c for c in collectives(text) if any(len({i // part for i in group}) > 1 for group in c.groups or ())]
+    return max((c.elements for c in found), default=0)
 
 
 @pytest.mark.parametrize("name", ["top_k", "variance"])

@@ -1,9 +1,5 @@
 """Gossip transforms on a mesh, and draws of their parameters."""
 
-import math
-import re
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import gcjax
 from gcjax import gossip
+from gcjax._hlo import collectives
 from gcjax.gossip._matchings import matchings
 
 KEY = jax.random.key(7)
@@ -60,16 +57,8 @@ class Workers:
         return self._compiled.as_text()
 
     def collectives(self):
-        """Collectives of the compiled program: kind, what (dtype, elements), and the computation they are in."""
-        found, computation = [], ""
-        for line in self.text().splitlines():
-            if line.startswith(("%", "ENTRY")):
-                computation = line.split()[0]
-            if match := re.search(r"= (.*) (all-\w+|reduce-scatter|collective-\w+)(-start)?\(", line):
-                dtype, dims = re.fullmatch(r"(\w+)\[([0-9,]*)\]\S*", match[1]).groups()
-                elements = math.prod(int(d) for d in dims.split(",") if d)
-                found.append(SimpleNamespace(kind=match[2], what=(dtype, elements), computation=computation))
-        return found
+        """Collectives of the compiled program."""
+        return collectives(self.text())
 
 
 def stacks(workers, draw):

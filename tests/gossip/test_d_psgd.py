@@ -29,10 +29,10 @@ def test_update_is_mixing_matrix_product_plus_local_update(graph, workers):
         assert_same(totals(params), total, atol=1e-5)
     moved, info = run.collectives(), run.info()
     if graph == "complete":
-        assert [(c.kind, c.what) for c in moved] == [("all-reduce", ("f32", BUCKET))]
+        assert [(c.kind, (c.dtype, c.elements)) for c in moved] == [("all-reduce", ("f32", BUCKET))]
         np.testing.assert_array_equal(info.bits, 3 * 32 * np.full(3, -(-4 * BUCKET // 3)))
         return
-    assert {(c.kind, c.what) for c in moved} == {("collective-permute", ("f32", BUCKET))}
+    assert {(c.kind, (c.dtype, c.elements)) for c in moved} == {("collective-permute", ("f32", BUCKET))}
     assert len(moved) == len(rounds(graph, workers))
     degree = ((weights > 0).sum(0) - 1) * 3
     np.testing.assert_array_equal(info.bits, 32 * BUCKET * degree)

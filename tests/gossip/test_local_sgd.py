@@ -24,7 +24,6 @@ from harness import mesh_of, residuals
 
 import gcjax
 from gcjax import gossip
-from gcjax._selfcheck import collectives
 
 
 def test_all_models_are_averaged_in_every_third_update():
@@ -38,8 +37,8 @@ def test_all_models_are_averaged_in_every_third_update():
         params = run.step(params, updates)
         assert_same(params, expected)
     (all_reduce,) = run.collectives()
-    assert (all_reduce.kind, all_reduce.what) == ("all-reduce", ("f32", BUCKET))
-    assert all_reduce.computation != "ENTRY"
+    assert (all_reduce.kind, (all_reduce.dtype, all_reduce.elements)) == ("all-reduce", ("f32", BUCKET))
+    assert all_reduce.computation
     np.testing.assert_array_equal(run.info().bits, 2 * 32 * np.full(4, -(-6 * BUCKET // 4)))
 
 
@@ -63,7 +62,7 @@ def test_outer_step_is_nesterov_on_the_mean_change(compressor):
         assert_same(params, expected, atol=2e-5)
     each = 6 * BUCKET if compressor is None else gcjax.info(run.state).wire_bytes
     np.testing.assert_array_equal(run.info().bits, 3 * 32 * np.full(4, np.ceil(each / 4)))
-    assert "ENTRY" not in {c.computation for c in run.collectives()}
+    assert "" not in {c.computation for c in run.collectives()}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -148,8 +147,8 @@ def test_fragments_are_sent_in_turn_and_mixed_in_later():
         assert run.info().bits_last.tolist() == [32 * words] * workers
     assert run.info().exchanges.tolist() == [6] * workers
     found = run.collectives()
-    assert sorted(c.what for c in found) == [("f32", 15), ("f32", 40)]
-    assert len({c.computation for c in found} - {"ENTRY"}) == 2
+    assert sorted((c.dtype, c.elements) for c in found) == [("f32", 15), ("f32", 40)]
+    assert len({c.computation for c in found} - {""}) == 2
 
 
 def test_mixing_keeps_the_sum_of_all_models():
@@ -207,9 +206,9 @@ def test_what_is_sent_arrives_and_what_is_not_is_kept(streaming):
 def test_bytes_of_fragments_are_those_of_the_compiled_collectives(streaming):
     run, steps = streaming
     moved = {}
-    for c in collectives(run.text(), 4):
-        assert c.branch
-        moved[c.branch] = moved.get(c.branch, 0) + c.ring_bytes
+    for c in run.collectives():
+        assert c.computation
+        moved[c.computation] = moved.get(c.computation, 0) + c.ring_bytes
     words = {math.ceil(each / 4) for each in moved.values()}
     assert len(words) == 2
     last = [set((info.bits_last / 32).tolist()) for _, _, info in steps]

@@ -50,5 +50,5 @@ def test_three_exponential_pushes_average_eight_exactly():
     assert_same(params, mean_of_all(start))
     np.testing.assert_array_equal(run.info().weights, 1)
     moved = run.collectives()
-    assert {(c.kind, c.what) for c in moved} == {("collective-permute", ("f32", BUCKET + 1))}
-    assert len({c.computation for c in moved} - {"ENTRY"}) == 3
+    assert {(c.kind, (c.dtype, c.elements)) for c in moved} == {("collective-permute", ("f32", BUCKET + 1))}
+    assert len({c.computation for c in moved} - {""}) == 3

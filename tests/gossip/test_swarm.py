@@ -46,24 +46,27 @@ def test_an_exchange_moves_one_model():
     moved = swarm(8, local_steps=2).collectives()
     assert len(moved) == 7  # a branch for each matching
     assert {c.kind for c in moved} == {"collective-permute"}
-    assert {c.what for c in moved} == {("f32", BUCKET)}
-    assert len({c.computation for c in moved} - {"ENTRY"}) == 7  # nothing moves in the updates between
+    assert {(c.dtype, c.elements) for c in moved} == {("f32", BUCKET)}
+    assert len({c.computation for c in moved} - {""}) == 7  # nothing moves in the updates between
 
 
 def test_lattice_exchange_moves_bits_and_one_agreement():
     run = swarm(8, bits=8).restart()
     moved = run.collectives()
     words = 1 + 8 * 3
-    packed = [c for c in moved if c.what == ("u32", words)]
-    whole = [c for c in moved if c.what == ("f32", BUCKET)]
+    packed = [c for c in moved if (c.dtype, c.elements) == ("u32", words)]
+    whole = [c for c in moved if (c.dtype, c.elements) == ("f32", BUCKET)]
     agreements = [c for c in moved if c.kind == "all-reduce"]
     assert len(packed) == len(whole) == 7
-    assert sorted(c.what for c in agreements) == [("f32", 2), ("f32", 3)]  # a margin per leaf, once with the flag
+    assert sorted((c.dtype, c.elements) for c in agreements) == [
+        ("f32", 2),
+        ("f32", 3),
+    ]  # a margin per leaf, once with the flag
     assert len(moved) == 16
-    agreement = {c.what[1]: c.computation for c in agreements}
+    agreement = {c.elements: c.computation for c in agreements}
     assert agreement[3] == "ENTRY"
     assert agreement[2] != "ENTRY"  # only on failure
-    assert "ENTRY" not in {c.computation for c in packed + whole}
+    assert "" not in {c.computation for c in packed + whole}
     params = normal(8)
     bits = []
     for _ in range(3):

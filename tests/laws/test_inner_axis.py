@@ -11,11 +11,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from rows import SIZES, methods
 from test_laws import PARAMS, check_conservation, inputs
-from wire import along, replica_groups
+from wire import along
 
 import gcjax
 from gcjax._comm.collectives import dense_mean, scatter_mean
-from gcjax._selfcheck import collectives, totals
+from gcjax._hlo import collectives, totals
 
 STEPS = 3
 ROWS = {row.name: row for row in methods()}
@@ -137,10 +137,9 @@ def test_nothing_is_lost(mesh_name, row_name):
 def test_inner_workers_share_what_moves_along_the_slow_axis(mesh_name, row_name):
     run, row = nested(mesh_name, row_name), ROWS[row_name]
     infos = run.run(steps_of(8))[2]
-    text = run.step.as_text()
-    slow = collectives(along(text, run.mesh, run.slow), run.workers)
-    fast = collectives(along(text, run.mesh, run.fast), run.stripes)
-    assert len(slow) + len(fast) == len(collectives(text, 8))  # none runs along both
+    moved = collectives(run.step.as_text())
+    slow, fast = (along(moved, run.mesh, axes) for axes in (run.slow, run.fast))
+    assert len(slow) + len(fast) == len(moved)  # none runs along both
     for info in infos:
         assert any(info.wire_bytes == pytest.approx(total, rel=1e-6) for total in totals(slow))
     large = [c for c in slow if c.kind == "all-reduce" and c.elements >= sum(SIZES) / 2 / run.stripes]
@@ -170,18 +169,6 @@ def test_nan_on_one_inner_worker_is_skipped_everywhere():
     assert all(np.isnan(leaf).all() for leaf in everywhere[0].values())
     jax.tree.map(np.testing.assert_array_equal, everywhere[1], run.run([(g, s)])[0][0])
     assert infos[1].skipped == 1
-
-
-def test_replica_groups_are_read_in_both_of_their_forms():
-    rows, columns = {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})}, {frozenset({i, i + 4}) for i in range(4)}
-    assert replica_groups("replica_groups={{0,1,2,3},{4,5,6,7}}, x={1}") == rows
-    assert replica_groups("replica_groups=[2,4]<=[8], dimensions={0}") == rows
-    assert replica_groups("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}") == columns
-    assert replica_groups("ROOT add = f32[2] add(a, b)") is None
-    mesh = jax.make_mesh((2, 4), ("slow", "fast"), (AxisType.Auto,) * 2)
-    text = "replica_groups={{0,4},{1,5},{2,6},{3,7}}\nreplica_groups=[2,4]<=[8]"
-    assert along(text, mesh, ("slow",)) == text.splitlines()[0]
-    assert along(text, mesh, ("fast",)) == text.splitlines()[1]
 
 
 def summed_dtypes(text):

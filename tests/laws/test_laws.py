@@ -17,7 +17,7 @@ from harness import Runner, axes_of, compress_state, limited_buckets, residuals,
 from rows import SHAPES, SIZES, methods
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 STEPS = 6
 METHODS = methods()
@@ -153,11 +153,11 @@ def test_the_update_is_typed_as_replicated(row):
 @pytest.mark.parametrize("workers", [8, full(3)])
 def test_wire_bytes_equal_the_compiled_collectives(row, workers):
     runner, gradients, squares, _, infos = ran(row, workers)
-    found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])), workers)
-    always = sum(c.ring_bytes for c in found if not c.branch)
+    found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])))
+    always = sum(c.ring_bytes for c in found if not c.computation)
     bytes_of = collections.Counter()  # of each branch, which holds one collective: to owners, or to all
     for c in found:
-        bytes_of[c.kind, c.branch] += c.ring_bytes if c.branch else 0
+        bytes_of[c.kind, c.computation] += c.ring_bytes if c.computation else 0
     to_owners, to_all = (
         sorted(moved for (kind, branch), moved in bytes_of.items() if kind == wanted and branch)
         for wanted in ("all-to-all", "all-gather")
@@ -187,7 +187,7 @@ def test_the_capacity_follows_the_data(row):
 @EVERY_ROW
 def test_the_wire_carries_only_the_payload_dtypes(row):
     runner, gradients, squares, _, _ = ran(row)
-    found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])), 8)
+    found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])))
     assert sum(map(_is_gradient_sized, found)) == row.dense_wire
     assert {c.dtype for c in found} <= row.wire
 

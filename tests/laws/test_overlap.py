@@ -10,7 +10,7 @@ from rows import SHAPES, SIZES
 from test_laws import EVERY_KIND, PARAMS, check_conservation, inputs, runner_of
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 STEPS = 4
 NOTHING = {name: np.zeros((8, *shape), np.float32) for name, shape in SHAPES.items()}
@@ -160,6 +160,6 @@ def test_messages_whose_length_follows_the_data_are_refused(make):
 )
 def test_messages_of_a_fixed_length_move_outside_of_conditionals(make, kinds):
     runner = Runner(make(axis_name="data", overlap="next_step"), PARAMS, 8)
-    found = collectives(runner.compiled_text(*steps()[0]), 8)
+    found = collectives(runner.compiled_text(*steps()[0]))
     assert kinds | {"all-reduce"} == {c.kind for c in found}
-    assert not any(c.branch for c in found)
+    assert not any(c.computation for c in found)

@@ -12,7 +12,7 @@ from rows import methods
 from wire import along
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 STEPS = 3
 ROWS = {row.name: row for row in methods()}
@@ -89,10 +89,10 @@ def test_each_shard_is_compressed_as_if_it_were_the_model(place, row_name):
             for name in own:
                 np.testing.assert_allclose(own[name][0], update[name][0], rtol=row.rtol, atol=row.rtol)
             np.testing.assert_array_equal(info.sent.reshape(2, -1)[:, shard], of_flat.sent)
-    text = run.step.as_text()
-    slow = collectives(along(text, run.mesh, ("slow",)), 2)
+    moved = collectives(run.step.as_text())
+    slow = along(moved, run.mesh, ("slow",))
     assert sum(c.ring_bytes for c in slow) == pytest.approx(info.wire_bytes)
-    across = collectives(along(text, run.mesh, ("model",)), run.shards)
+    across = along(moved, run.mesh, ("model",))
     assert {(c.kind, c.elements) for c in across} == {("all-reduce", 1)}  # whether a step is skipped
 
 

@@ -10,8 +10,8 @@ from oracle import F, hash_bits
 from rows import COLUMNS, POSITIONS, Row, seed_words
 
 import gcjax
+from gcjax._hlo import collectives
 from gcjax._kernels import layout
-from gcjax._selfcheck import collectives
 from gcjax.methods import random_k
 
 SEED = 5
@@ -197,7 +197,7 @@ def test_a_block_larger_than_the_model_sends_it_all():
 def test_only_the_values_are_on_the_wire():
     params = jnp.zeros(1024)
     runner = Runner(gcjax.random_k_compress(0.05, key=KEY, axis_name="data"), params, 4)
-    found = collectives(runner.compiled_text(np.ones((4, 1024), np.float32)), 4)
+    found = collectives(runner.compiled_text(np.ones((4, 1024), np.float32)))
     assert [(c.kind, c.elements) for c in found if c.dtype == "f32"] == [("all-reduce", 51)]
     runner.step(np.ones((4, 1024), np.float32))
     assert (gcjax.info(runner.state).payload_bits == 32 * 51).all()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from wire import along
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MIXED = [(EXPLICIT, AUTO), (AUTO, EXPLICIT)]
@@ -154,7 +154,7 @@ def test_only_compressed_messages_cross_the_workers_axis():
     compiled = jax.jit(fn).lower(params, state, batch).compile()
     _, grads, state = compiled(params, state, batch)
     assert grads["a"].sharding.spec == P(None, "model")
-    moved = collectives(along(compiled.as_text(), mesh, ("data",)), 4)
+    moved = along(collectives(compiled.as_text()), mesh, ("data",))
     assert sum(c.ring_bytes for c in moved) == gcjax.info(state).wire_bytes + 6  # 2 * 3/4 * 4 bytes: the mean loss
 
 

@@ -16,7 +16,7 @@ from agreement_peer import BASE, CHANGES, DEVICES, EQUAL_ROWS, LIMIT
 from harness import mesh_of
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 from gcjax._training.bad_steps import STEPS_AHEAD
 
 ROOT = Path(__file__).parents[2]
@@ -136,4 +136,4 @@ def test_placing_state_exchanges_nothing():
     state = gcjax.variance_compress(axis_name="data").init({"w": jnp.ones((30, 7))})
     program = jax.jit(lambda state: gcjax.distribute(state, mesh_of(4))).lower(state).compile()
     assert len(jax.tree.leaves(program.output_shardings)[0].device_set) == 4
-    assert collectives(program.as_text(), 4) == []
+    assert collectives(program.as_text()) == []

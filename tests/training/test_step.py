@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rows import methods
 
 import gcjax
-from gcjax._selfcheck import collectives, totals
+from gcjax._hlo import collectives, totals
 from gcjax.flax import sync_batchnorm
 
 
@@ -138,7 +138,7 @@ def test_compiled_step_moves_the_bytes_that_info_reports():
     step = variance_step(mesh_of(8))
     state = step.init(PARAMS)
     text = step.lower(state, batch_of(64)).compile().as_text()
-    found = collectives(text, 8)
+    found = collectives(text)
     parameters = sum(x.size for x in jax.tree.leaves(PARAMS))
     assert all(c.elements < parameters / 2 for c in found if c.kind == "all-reduce")
     assert all(c.dtype != "f32" for c in found)

@@ -8,7 +8,7 @@ import pytest
 from harness import mesh_of
 
 import gcjax
-from gcjax._selfcheck import collectives
+from gcjax._hlo import collectives
 
 WORKERS = 4
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -322,7 +322,7 @@ def test_lookahead_is_named(params):
 def test_only_a_transform_that_asks_for_a_value_costs_a_collective():
     def compiled(*after):
         step = make_step(tx=optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1), *after), moments=None)
-        found = collectives(step.lower(step.init(PARAMS), BATCH).compile().as_text(), WORKERS)
+        found = collectives(step.lower(step.init(PARAMS), BATCH).compile().as_text())
         return sum(c.elements for c in found if c.dtype == "f32")
 
     entries = sum(leaf.size for leaf in PARAMS.values())
