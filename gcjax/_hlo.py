@@ -12,6 +12,10 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(?P<name>[\w.\-]+) = (?P<result>.*?)(?P<opcode>[a-z][a-z0-9\-]*)\(")
+# Axes of a mesh, and along which of them: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}
+_OF_MESH = (
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'[^':]*',?)*)\}[, ]?"
+)
 Groups = set[frozenset[int]]  # the devices that exchange something with each other
 
 
@@ -112,17 +116,26 @@ def replica_groups(line: str) -> Groups | None:
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
         return {frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])}
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        groups = np.arange(math.prod(dims or ())).reshape(dims).transpose(order).reshape(shape)
-    elif axes := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):  # since JAX 0.12
+        groups = _counted(iota[2], iota[3]).reshape(_numbers(iota[1]))
+    elif axes := re.search(_OF_MESH, line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes[1])}
-        along = [list(sizes).index(name) for name in re.findall(r"'([^']*)'(?!:)", axes[2])]
-        devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        groups = np.moveaxis(devices, along, range(-len(along), 0))
-        groups = groups.reshape(-1, math.prod(devices.shape[axis] for axis in along))
-    if iota is None and (axes is None or "device_ids" in axes[0] or ":" in axes[2]):
+        devices = _counted(axes[2] or str(math.prod(sizes.values())), axes[3]).reshape(list(sizes.values()))
+        along = [list(sizes).index(name) for name in re.findall(r"'([^']*)'", axes[4])]
+        size = math.prod(devices.shape[axis] for axis in along)
+        groups = np.moveaxis(devices, along, range(-len(along), 0)).reshape(-1, size)
+    else:
         raise ValueError(f"these replica groups are printed in an unknown form: {line.strip()[:300]}")
     return {frozenset(group) for group in groups.tolist()}
+
+
+def _numbers(listed: str) -> list[int]:
+    return [int(number) for number in listed.split(",")]
+
+
+def _counted(shape: str, order: str | None) -> np.ndarray:
+    """Devices counted along `shape`, with its axes in another order."""
+    devices = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return devices.transpose(_numbers(order)) if order else devices
 
 
 def collectives(text: str) -> list[Collective]:

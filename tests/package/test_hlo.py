@@ -23,6 +23,10 @@ COLUMNS = {frozenset({i, i + 4}) for i in range(4)}
         ("replica_groups=mesh['slow'=2,'fast'=4] {'fast'}, dimensions={0}", ROWS),
         ("replica_groups=mesh['slow'=2,'fast'=4] {'slow'}", COLUMNS),
         ("replica_groups=mesh['slow'=2,'fast'=4] {'slow','fast'}", {frozenset(range(8))}),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
+            {frozenset({i, i + 1}) for i in (0, 2, 4, 6)},
+        ),
         ("ROOT add = f32[2] add(a, b)", None),
     ],
 )
@@ -30,7 +34,14 @@ def test_replica_groups_are_read_in_all_of_their_forms(printed, groups):
     assert _hlo.replica_groups(printed) == groups
 
 
-@pytest.mark.parametrize("printed", ["replica_groups=mesh['a'=8] {'a':(1)4}", "replica_groups=new[8]"])
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "replica_groups=mesh['a'=8] {'a':(1)4}",
+        "replica_groups=new[8]",
+        "replica_groups=mesh['a'=2], device_ids=({1,0}) {'a'}",
+    ],
+)
 def test_an_unknown_form_of_replica_groups_raises(printed):
     with pytest.raises(ValueError, match="unknown form"):
         _hlo.replica_groups(printed)
