@@ -4,6 +4,7 @@ import collections
 import gc
 import itertools
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -78,6 +79,13 @@ def pytest_collection_modifyitems(items):
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker("full")
+
+
+def pytest_terminal_summary(terminalreporter):
+    import jax  # after the flags above
+
+    passed = len(terminalreporter.stats.get("passed", []))
+    terminalreporter.write_line(f"jax {jax.__version__}, Python {platform.python_version()}: {passed} passed")
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def interpreter(target: str) -> Path:
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
         for packages in PACKAGES[target]:
-            options = ["--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+            options = ["--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints" / "jax-0.10.txt")]
             command = [str(python), "-m", "pip", "install", *options, *packages]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode and not _NO_DOWNLOAD.search(done.stderr):

@@ -25,7 +25,8 @@ METHODS = methods()
 
 def marks(row, rare=False):
     """All tests of a row run in one process, which compiles its steps once."""
-    return [pytest.mark.xdist_group(row.name), *[pytest.mark.full] * (rare or row.rare)]
+    left_out = [pytest.mark.full] * (rare or row.rare) + [pytest.mark.other_row] * (row not in FIRST_ROWS)
+    return [pytest.mark.xdist_group(row.name), *left_out]
 
 
 def each(rows, rare=lambda row: False):
