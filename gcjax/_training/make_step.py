@@ -7,8 +7,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gcjax._moments import value_and_moments
 from gcjax._training.checks import check_dimensions, checked_axes, checked_specs
+from gcjax._training.gradients import check_moments_option
 from gcjax._training.step import TrainStep
 from gcjax._types import AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_transform
@@ -20,7 +20,7 @@ def make_train_step(
     mesh: jax.sharding.Mesh,
     *,
     axis_name: AxisNames = "data",
-    moments: Callable[..., Any] | None = value_and_moments,
+    moments: Callable[..., Any] | str | None = "auto",
     accumulate: int = 1,
     param_specs: PyTree = None,
     has_aux: bool = False,
@@ -39,20 +39,22 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
         `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
-        `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with its own key.
+        `(loss, model_state)`. Where squares are computed (see `moments`) it sees one sample at a time, as a batch of
+        size 1 with its own key.
       tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state before
         the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
         `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
-      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
-        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      moments: "auto" computes squares of per-sample gradients with `gcjax.value_and_moments` if a compressor in `tx`
+        reads them, as `gcjax.variance_compress` does; without one, the gradient comes from `jax.value_and_grad`.
+        `gcjax.value_and_moments`, or a `functools.partial` of it with options, always computes them. None never does.
       accumulate: number of parts into which each worker's batch is split. Their gradients are computed one after the
         other and averaged (added up under reduction="sum").
       param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if they are
         not. Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are
         averaged over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis
-        (tensor parallelism): the loss sees the shards and calls the collectives itself, and `moments` is best None.
+        (tensor parallelism): the loss sees the shards and calls the collectives itself; take a method without squares.
         Each shard is compressed where it lives and has its own state.
       has_aux: whether `loss_fn` returns more, as its last result: `(loss, aux)`, or `(loss, model_state, aux)`. It
         comes back in `Metrics.aux`; over samples and parts it is put together as in `gcjax.value_and_moments`.
@@ -63,7 +65,7 @@ def make_train_step(
         result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
       checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
         that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
-        finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
+        finds sums, and with squares also BatchNorm without `sample_axis` and weighted means. It does not look inside
         `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
         samples. The call after 100 steps runs `gcjax.check_training`. Where parameters are sharded, transforms that mix
         them, such as `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB
@@ -93,13 +95,14 @@ def make_train_step(
       >>> import gcjax, jax, optax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
-      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh, moments=None)
+      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh)
       >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
       >>> print(state.params, metrics.loss, metrics.skipped)
       3.0 [10.] 0
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     check_transform("tx", tx)
+    check_moments_option(moments)
     check_flag("has_aux", has_aux)
     check_flag("checks", checks)
     check_integer("max_skipped", max_skipped, 1)

@@ -243,7 +243,7 @@ def test_stochastic_levels_are_unbiased():
     def sample(step):
         (bucket,) = start.buckets.value
         bucket = dataclasses.replace(bucket, step=step[None])  # the step is folded into the key
-        state = start._replace(buckets=dataclasses.replace(start.buckets, value=(bucket,)))
+        state = dataclasses.replace(start, buckets=dataclasses.replace(start.buckets, value=(bucket,)))
         return tx.update(g, state, sum_grad_squared=tiny_squares)[0]
 
     samples = np.asarray(jax.jit(jax.vmap(sample))(jnp.arange(2000)), np.float64)
