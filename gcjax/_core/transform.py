@@ -19,6 +19,7 @@ from gcjax._core.checks import (
 )
 from gcjax._core.compressor import Compressor
 from gcjax._core.finite import bad_leaves
+from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
@@ -90,7 +91,8 @@ def compress(
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
     def packed(parts: tuple[PyTree, ...], axes: tuple[str, ...]) -> CompressState:
-        return CompressState(*(PerWorker.pack(part, axes) for part in parts), reads_squares=compressor.uses_squares)
+        buckets, report, waiting = (PerWorker.pack(part, axes) for part in parts)
+        return CompressState(buckets, report, waiting, compressor.uses_squares)
 
     def init(params: PyTree) -> CompressState:
         if stands_for_params(params):
@@ -110,6 +112,8 @@ def compress(
         check_inputs(layout, state, params, sum_grad_squared)
         if not compressor.uses_squares:  # so that XLA computes none
             sum_grad_squared = None
+        elif sum_grad_squared is None:
+            warn_of_missing_squares()
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
         is_single = not worker_axes and not inner_axes

@@ -155,5 +155,18 @@ def check_dimensions(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[s
             )
 
 
+def check_no_further_axes(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError if a loss could use axes of the mesh along which the workers do not lie.
+
+    Without its tracking JAX would count a gradient once for every device along an axis over which the loss sums.
+    """
+    if others := [name for name, size in mesh.shape.items() if size > 1 and name not in axes]:
+        raise ValueError(
+            f"check_vma=False, but the mesh has the axes {others} beside axis_name={axes}: without JAX's tracking, "
+            "gradients of a loss that calls collectives over them would be wrong. Use gcjax.compressed_value_and_grad, "
+            "which leaves them to JAX, or a mesh of the workers' axes alone"
+        )
+
+
 def _is_special(node: object) -> bool:
     return isinstance(node, (optax.ApplyIfFiniteState, optax.LookaheadState))

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
-from gcjax._jax_compat import constrain, varying_axes
+from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments.api import check_samples_lead
 from gcjax._training.checks import check_batch, check_state, checked_axes, checked_specs
@@ -26,7 +26,7 @@ from gcjax._training.gradients import (
 from gcjax._training.local import as_local
 from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
 from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import check_random_key, check_transform
+from gcjax._validation import check_flag, check_random_key, check_transform
 
 
 def compressed_value_and_grad(
@@ -38,6 +38,7 @@ def compressed_value_and_grad(
     has_aux: bool = False,
     moments: Callable[..., Any] | str | None = "auto",
     param_specs: PyTree = None,
+    check_vma: bool = True,
 ) -> "CompressedGrad":
     """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
 
@@ -82,6 +83,8 @@ def compressed_value_and_grad(
       moments: as in `gcjax.make_train_step`: by default squares are computed if the compressor reads them.
       param_specs: how the parameters are sharded over the other axes, `PartitionSpec`s in a pytree like the parameters
         or a prefix of it; None if they are not. Each shard is compressed where it lives.
+      check_vma: as in `gcjax.make_train_step`: False for a loss with Pallas kernels. With it, an auxiliary leaf that is
+        not floating and has no batch axis always counts as differing between workers.
 
     Returns:
       `fn(params, state, batch, *, key=None) -> value, grads, state`, to be called under `jax.jit`; `value` is the loss,
@@ -113,9 +116,11 @@ def compressed_value_and_grad(
     for spec in checked_specs(param_specs, mesh):
         _reject_worker_axes(spec, axes)
     check_moments_option(moments)
+    check_flag("check_vma", check_vma)
 
     def gradient(state: PyTree) -> GradientFn:
-        return batch_gradient(uniform_loss(loss_fn, has_aux), moments_for(state, moments), has_aux, axes)
+        found = batch_gradient(uniform_loss(loss_fn, has_aux), moments_for(state, moments), has_aux, axes)
+        return found if check_vma else functools.partial(without_mesh_types, found)
 
     return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
 

@@ -149,7 +149,7 @@ def moments_for(opt_state: PyTree, moments: Moments) -> Callable[..., Any] | Non
       opt_state: "auto" computes squares if a compressor whose state is in it reads them.
       moments: see `make_train_step`.
     """
-    if moments != "auto":
+    if not isinstance(moments, str):
         return moments
     return value_and_moments if reads_squares(opt_state) else None
 

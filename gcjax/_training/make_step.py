@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gcjax._training.checks import check_dimensions, checked_axes, checked_specs
+from gcjax._training.checks import check_dimensions, check_no_further_axes, checked_axes, checked_specs
 from gcjax._training.gradients import check_moments_option
 from gcjax._training.step import TrainStep
 from gcjax._types import AxisNames, PyTree
@@ -27,6 +27,7 @@ def make_train_step(
     trainable: PyTree | Callable[[PyTree], PyTree] = None,
     max_skipped: int = 10,
     checks: bool = True,
+    check_vma: bool = True,
 ) -> TrainStep:
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
@@ -70,6 +71,9 @@ def make_train_step(
         samples. The call after 100 steps runs `gcjax.check_training`. Where parameters are sharded, transforms that mix
         them, such as `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB
         does: they see a shard.
+      check_vma: False for a loss that `jax.shard_map` takes only with its check_vma=False, as with Pallas kernels. JAX
+        then does not track while the loss runs which values differ between workers; gradient, squares and updates are
+        the same. One check is lost: a loss that sums over the workers itself is no longer found.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
@@ -78,11 +82,12 @@ def make_train_step(
       state passed in is donated.
 
     Raises:
-      ValueError: the mesh lacks an axis; `accumulate` or `max_skipped` is below 1; a dimension of a parameter is
-        sharded over axes of both sorts; (from `init`) a compressor without axis; `trainable` is no prefix of the
-        parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
-        samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
-        a transform mixes shards of different parameters; the state is not of this mesh.
+      ValueError: the mesh lacks an axis, or with `check_vma=False` has others than `axis_name`; `accumulate` or
+        `max_skipped` is below 1; a dimension of a parameter is sharded over axes of both sorts; (from `init`) a
+        compressor without axis; `trainable` is no prefix of the parameters, or freezes them all; (when called) a batch
+        cannot be split evenly; `loss_fn` is not the mean of its samples, or averages over the workers itself; an update
+        or state of the optimiser would differ between workers; a transform mixes shards of different parameters; the
+        state is not of this mesh.
       TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
         or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
         of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,
@@ -105,10 +110,13 @@ def make_train_step(
     check_moments_option(moments)
     check_flag("has_aux", has_aux)
     check_flag("checks", checks)
+    check_flag("check_vma", check_vma)
     check_integer("max_skipped", max_skipped, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in checked_specs(param_specs, mesh):
         check_dimensions(spec, mesh, axes)
+    if not check_vma:
+        check_no_further_axes(mesh, axes)
     return TrainStep(
         loss_fn,
         optax.with_extra_args_support(tx),
@@ -121,4 +129,5 @@ def make_train_step(
         trainable=trainable,
         max_skipped=max_skipped,
         checks=checks,
+        check_vma=check_vma,
     )

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from gcjax._comm.collectives import (
     worker_index,
 )
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import constrain
+from gcjax._jax_compat import constrain, without_mesh_types
 from gcjax._training.bad_steps import is_spoilt, skipping_bad, where_good
 from gcjax._training.call_checks import CallChecks
 from gcjax._training.checks import (
@@ -46,6 +46,8 @@ from gcjax._training.optimiser import update_with
 from gcjax._training.sharding import distribute, init_sharded, placeable, state_specs
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_random_key
+
+Result = TypeVar("Result")
 
 
 class TrainState(NamedTuple):
@@ -101,7 +103,9 @@ class TrainStep:
         trainable: PyTree = None,
         max_skipped: int | None = None,  # None: bad steps are not skipped
         checks: bool = False,
+        check_vma: bool = True,
     ) -> None:
+        self._check_vma = check_vma
         self._loss, self._moments, self._has_aux = uniform_loss(loss_fn, has_aux), moments, has_aux
         self._split = split_by(trainable)
         self._tx, self._mesh, self._axes = of_trained(tx, self._split), mesh, axes
@@ -215,7 +219,11 @@ class TrainStep:
         """With squares if `moments` asks for them, or leaves it to a state in which a compressor reads them."""
         moments = moments_for(opt_state, self._moments)
         whole = batch_gradient(self._loss, moments, self._has_aux, self._axes)
-        return accumulated(whole, self._accumulate, self._axes, moments)
+        return self._tracked(accumulated(whole, self._accumulate, self._axes, moments))
+
+    def _tracked(self, run: Callable[..., Result]) -> Callable[..., Result]:
+        """What calls the loss, with JAX's tracking of varying values unless it was turned off."""
+        return run if self._check_vma else functools.partial(without_mesh_types, run)
 
     def _loss_arguments(self, state: TrainState, batch: PyTree) -> tuple[PyTree, Inputs]:
         """The parameters to train, whole and typed as the worker's own, and what else its loss depends on."""
@@ -245,8 +253,10 @@ class TrainStep:
         """Check that the loss is a mean over samples, on all processes alike."""
         over_workers, moments = PartitionSpec(self._axes), moments_for(state.opt_state, self._moments)
 
+        compared = self._tracked(functools.partial(losses_to_compare, self._loss, moments))
+
         def local(state, batch):
-            return losses_to_compare(self._loss, moments, *self._loss_arguments(state, batch))[None]
+            return compared(*self._loss_arguments(state, batch))[None]
 
         def compare(state, batch):
             return self._on_devices(local, state, batch, over_workers)

@@ -1,6 +1,8 @@
-"""Squares are computed where a compressor reads them, and nowhere else, unless `moments` says so."""
+"""Squares are computed where a compressor reads them, and nowhere else; without them it warns."""
 
 import functools
+import inspect
+import warnings
 
 import flax.linen as nn
 import jax
@@ -155,3 +157,60 @@ def test_a_mixture_of_experts_trains_where_no_compressor_reads_squares():
     state, metrics = step(step.init(jnp.ones((2, 3, 2))), X)
     assert np.isfinite(metrics.loss).all()
     assert (state.params != 1).any()
+
+
+def alone(tx):
+    return tx.update(jnp.ones(4), tx.init(jnp.ones(4)))
+
+
+def compiled(tx):
+    return jax.jit(tx.update)(jnp.ones(4), tx.init(jnp.ones(4)))
+
+
+def on_a_mesh(tx):
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS), moments=None)
+    step(step.init(jnp.ones(3)), X)
+
+
+def by_gradient_alone(tx):
+    fn = gcjax.compressed_value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS), moments=None)
+    jax.eval_shape(fn, jnp.ones(3), fn.init(jnp.ones(3)), X)
+
+
+@pytest.mark.parametrize("run", [alone, compiled, on_a_mesh, by_gradient_alone])
+def test_a_compressor_that_reads_squares_and_gets_none_warns_once_where_the_user_calls_it(run):
+    axis = "data" if run in (on_a_mesh, by_gradient_alone) else None
+    tx = optax.chain(gcjax.variance_compress(axis_name=axis, capacity=64), optax.scale(-0.1))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            run(tx)
+    (warning,) = found
+    assert issubclass(warning.category, gcjax.MissingSquaresWarning)
+    lines, first = inspect.getsourcelines(run)
+    assert warning.filename == __file__
+    assert first <= warning.lineno < first + len(lines)
+    for line in (r"gcjax.value_and_moments(loss_fn)", "sum_grad_squared=moments.sum_grad_squared", "leave out moments"):
+        assert line in str(warning.message)
+
+
+def test_without_squares_the_gradients_own_square_stands_for_them():
+    tx, gradient = gcjax.variance_compress(alpha=1.5, capacity=64, decay=0.9), jnp.arange(1.0, 5.0)
+
+    def run(**extra):
+        state = tx.init(gradient)
+        for _ in range(2):  # nothing passes in the first
+            updates, state = tx.update(gradient, state, **extra)
+        return updates
+
+    with pytest.warns(gcjax.MissingSquaresWarning):
+        found = run()
+    np.testing.assert_array_equal(found, run(sum_grad_squared=gradient**2))
+    assert (found != 0).all()
+
+
+def test_rounds_of_local_steps_have_no_squares_to_miss():
+    compressor = gcjax.variance_compress(axis_name="data", capacity=64)
+    tx = optax.chain(optax.sgd(0.1), gcjax.gossip.local_sgd(2, mixing=1, compressor=compressor, axis_name="data"))
+    step = gcjax.gossip.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS))
+    step(step.init(jnp.ones(3)), X)  # warnings are errors here
