@@ -112,8 +112,6 @@ def compress(
         check_inputs(layout, state, params, sum_grad_squared)
         if not compressor.uses_squares:  # so that XLA computes none
             sum_grad_squared = None
-        elif sum_grad_squared is None:
-            warn_of_missing_squares()
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
         is_single = not worker_axes and not inner_axes
@@ -130,6 +128,8 @@ def compress(
         check_options(old_states, compressor, layout, comm.size)
         check_waiting(waiting, next_step)
         reject_reduced(updates, worker_axes + inner_axes)
+        if compressor.uses_squares and sum_grad_squared is None:
+            warn_of_missing_squares()
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
 
