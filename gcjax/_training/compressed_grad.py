@@ -14,7 +14,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments.api import check_samples_lead
-from gcjax._training.checks import check_batch, check_state, checked_axes, checked_specs
+from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
 from gcjax._training.gradients import (
     GradientFn,
     Inputs,
@@ -165,6 +165,7 @@ class CompressedGrad:
         if key is not None:
             check_random_key("key", key)
         self._check_sharding(params)
+        check_placed(batch, self._mesh, self._axes)
         check_batch(batch, self._workers)
         check_state(state, self._mesh)
         split, whole = PartitionSpec(self._axes), PartitionSpec()

@@ -78,16 +78,17 @@ def make_train_step(
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
       `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` as for a jitted function, of arrays or
-      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. The
-      state passed in is donated.
+      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. With
+      a mesh of several processes they must be on it: `jax.make_array_from_process_local_data` takes the rows of each.
+      The state passed in is donated.
 
     Raises:
       ValueError: the mesh lacks an axis, or with `check_vma=False` has others than `axis_name`; `accumulate` or
         `max_skipped` is below 1; a dimension of a parameter is sharded over axes of both sorts; (from `init`) a
         compressor without axis; `trainable` is no prefix of the parameters, or freezes them all; (when called) a batch
-        cannot be split evenly; `loss_fn` is not the mean of its samples, or averages over the workers itself; an update
-        or state of the optimiser would differ between workers; a transform mixes shards of different parameters; the
-        state is not of this mesh.
+        cannot be split evenly, or lies on one process of several; `loss_fn` is not the mean of its samples, or averages
+        over the workers itself; an update or state of the optimiser would differ between workers; a transform mixes
+        shards of different parameters; the state is not of this mesh.
       TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
         or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
         of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,

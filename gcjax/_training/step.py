@@ -28,6 +28,7 @@ from gcjax._training.checks import (
     check_compressors,
     check_model_state,
     check_params,
+    check_placed,
     check_state,
 )
 from gcjax._training.frozen import merge_params, of_trained, split_by
@@ -247,6 +248,7 @@ class TrainStep:
     def _check_arguments(self, state: TrainState, batch: PyTree) -> None:
         if not isinstance(state, TrainState):
             raise TypeError(f"state must be the TrainState that init or the last step returned, got {type(state)}")
+        check_placed(batch, self._mesh, self._axes)
         check_batch(batch, self._workers, self._accumulate)
 
     def _check_loss(self, state: TrainState, batch: PyTree) -> None:
