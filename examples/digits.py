@@ -246,8 +246,7 @@ def main() -> None:
     begin = time.perf_counter()
     for name, compressor in compressors(args).items():
         tx = optax.chain(compressor, optax.adam(optax.cosine_decay_schedule(args.learning_rate, steps)))
-        moments = None if name == "dense" else gcjax.value_and_moments
-        step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data", moments=moments)
+        step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data")
         for seed in range(args.seeds):
             runs.append(train(name, step, seed, data, args))
             print(f"{name}, seed {seed}: test accuracy {100 * runs[-1]['test_accuracy'][-1]:.2f} %", flush=True)

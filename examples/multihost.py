@@ -92,8 +92,7 @@ def train(args: argparse.Namespace) -> None:
         raise Problem(f"--batch {args.batch} is more than the {most} training images of one of {workers} workers")
 
     tx = optax.chain(METHODS[args.method](args), optax.adam(args.learning_rate))
-    moments = gcjax.value_and_moments if args.method == "variance" else None
-    step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data", moments=moments)
+    step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data")
     state = step.init(init_params(jax.random.key(args.seed)))  # with unequal seeds the first step raises
     gcjax.check_agreement(mesh, steps=args.steps, checkpoints=[bool(args.out), args.checkpoint_every, args.resume])
     over_workers = jax.NamedSharding(mesh, jax.P("data"))

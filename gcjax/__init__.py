@@ -4,6 +4,7 @@ from gcjax import extend, gossip, methods
 from gcjax._core.check_training import check_training
 from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, info
+from gcjax._core.missing_squares import MissingSquaresWarning
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.scaling import ScaleFirstState, scale_first
 from gcjax._core.state import CompressState
@@ -34,6 +35,7 @@ __all__ = [
     "Link",
     "Method",
     "Metrics",
+    "MissingSquaresWarning",
     "Moments",
     "PerWorker",
     "Plan",

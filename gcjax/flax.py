@@ -20,6 +20,7 @@ from flax.training import train_state
 from jax.sharding import Mesh, PartitionSpec
 
 from gcjax._core.per_worker import PerWorker, is_per_worker
+from gcjax._core.state import CompressState
 from gcjax._training import sharding
 from gcjax._types import Array, PyTree
 
@@ -227,4 +228,19 @@ def _from_state_dict(node: PerWorker, state: dict[str, Array]) -> PerWorker:
     return dataclasses.replace(node, value=value)
 
 
+def _fields(node: CompressState) -> dict[str, PyTree]:
+    """The fields that are not static, as of a NamedTuple."""
+    return {"buckets": node.buckets, "report": node.report, "waiting": node.waiting}
+
+
+def _fields_to_state_dict(node: CompressState) -> dict[str, PyTree]:
+    return {name: serialization.to_state_dict(x) for name, x in _fields(node).items()}
+
+
+def _fields_from_state_dict(node: CompressState, state: dict[str, PyTree]) -> CompressState:
+    found = {name: serialization.from_state_dict(x, state[name], name) for name, x in _fields(node).items()}
+    return dataclasses.replace(node, **found)
+
+
 serialization.register_serialization_state(PerWorker, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(CompressState, _fields_to_state_dict, _fields_from_state_dict)

@@ -18,10 +18,9 @@ from bench.accelerators.models import MODELS, Model
 
 
 class Method(NamedTuple):
-    """make() -> the transform over the axis "data"; uses squares; stands after the optimiser and averages models."""
+    """make() -> the transform over the axis "data"; stands after the optimiser and averages models."""
 
     make: Callable[[], optax.GradientTransformation]
-    squares: bool = False
     gossip: bool = False
 
 
@@ -33,11 +32,9 @@ PLAIN, PASS = "plain pmean", "r + g, v + q"  # what the other rows are compared 
 METHODS = {
     PLAIN: Method(lambda: optax.stateless(_mean)),
     "dense": Method(lambda: gcjax.dense_compress(axis_name="data")),
-    "variance": Method(lambda: gcjax.variance_compress(1.5, axis_name="data"), squares=True),
-    "variance, one capacity": Method(
-        lambda: gcjax.variance_compress(1.5, capacity=1 << 18, axis_name="data"), squares=True
-    ),
-    "hybrid": Method(lambda: gcjax.variance_compress(1.5, threshold=0.01, axis_name="data"), squares=True),
+    "variance": Method(lambda: gcjax.variance_compress(1.5, axis_name="data")),
+    "variance, one capacity": Method(lambda: gcjax.variance_compress(1.5, capacity=1 << 18, axis_name="data")),
+    "hybrid": Method(lambda: gcjax.variance_compress(1.5, threshold=0.01, axis_name="data")),
     "top_k 1/100": Method(lambda: gcjax.top_k_compress(0.01, axis_name="data")),
     "dgc 1/100": Method(lambda: gcjax.dgc_compress(0.01, axis_name="data")),
     "qsgd 4 bits": Method(lambda: gcjax.qsgd_compress(4, key=jax.random.key(0), axis_name="data")),
@@ -93,8 +90,7 @@ def lower(model: Model, target: str, method: str) -> jax.stages.Lowered:
     if row.gossip:
         step = gcjax.gossip.make_train_step(model.loss, optax.chain(optax.adam(1e-3), row.make()), mesh)
     else:
-        moments = gcjax.value_and_moments if row.squares else None
-        step = gcjax.make_train_step(model.loss, optax.chain(row.make(), optax.adam(1e-3)), mesh, moments=moments)
+        step = gcjax.make_train_step(model.loss, optax.chain(row.make(), optax.adam(1e-3)), mesh)
     return targets.lower(step, mesh, model.params, model.batch)
 
 

@@ -164,14 +164,13 @@ class Worker:
 
         loss_fn, params, batch = setup(self.host)
         self.parameters = count = sum(x.size for x in jax.tree.leaves(params))
-        kind, make = TRAINING[row]
+        _, make = TRAINING[row]
         tx = optax.chain(make(gcjax, count, {"axis_name": "data"}), optax.adam(1e-3))
-        moments = None if GRADIENTS[kind] is None else gcjax.value_and_moments  # only variance_compress uses squares
         mesh, over = self.mesh, self.over
         if row in ALONE:
             mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices())
             over = jax.NamedSharding(mesh, jax.P("data"))
-        step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data", moments=moments)
+        step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data")
         state = step.init(params)
         batch = jax.make_array_from_process_local_data(over, batch)
         compiled = step.lower(state, batch).compile()

@@ -62,9 +62,13 @@ def use_devices(workers: int) -> jax.sharding.Mesh:
 
 def choose_moments(args: argparse.Namespace, model_state: PyTree) -> Callable[..., Any] | None:
     """What computes the squares for the method, as `--squares` says; None if the method uses none."""
-    if per_sample_squares(args):
-        return functools.partial(gcjax.value_and_moments, sample_axis=None if model_state is None else SAMPLE)
-    return microbatches if args.method[0] == "variance" and args.squares == "microbatches" else None
+    if args.method[0] != "variance":
+        return None
+    if args.squares == "microbatches":
+        return microbatches
+    if args.squares == "batch":  # the square of its gradient
+        return functools.partial(gcjax.value_and_moments, microbatches=1, method="vmap")
+    return functools.partial(gcjax.value_and_moments, sample_axis=None if model_state is None else SAMPLE)
 
 
 def per_sample_squares(args: argparse.Namespace) -> bool:

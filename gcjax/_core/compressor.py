@@ -90,7 +90,8 @@ class Compressor(NamedTuple):
         `mixed(mixing)` says what `gcjax.resize` makes of its fields, see `gcjax.extend.Mixing`; without one, floats are
         averaged and all else counts as equal on all workers.
       update: see above.
-      uses_squares: whether `update` reads `sum_grad_squared`. If it is None, the square of the gradient stands for it.
+      uses_squares: whether `update` reads `sum_grad_squared`, which training steps of gcjax then compute. If it gets
+        None, the square of the gradient stands for it, and the transform warns (`gcjax.MissingSquaresWarning`).
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> def init(bucket):

@@ -1,5 +1,6 @@
 """The state of a compressing transform, and where to find it in that of an optimiser."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -69,18 +70,23 @@ def fresh_report(parameters: int) -> UpdateReport:
     )
 
 
-class CompressState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompressState:
     """State of a compressing transform.
 
     Attributes:
       buckets: PerWorker, a tuple with the method's state of each bucket.
       report: PerWorker, an `UpdateReport`.
       waiting: PerWorker, with `overlap="next_step"` a `Waiting`, otherwise None.
+      reads_squares: whether the method reads `sum_grad_squared`. Static: a training step looks here before it computes
+        any.
     """
 
     buckets: PerWorker
     report: PerWorker
     waiting: PerWorker
+    reads_squares: bool = dataclasses.field(metadata={"static": True})
 
 
 class GradientInput(NamedTuple):
@@ -112,6 +118,11 @@ class Waiting(NamedTuple):
 
 def is_compress_state(node: object) -> bool:
     return isinstance(node, CompressState)
+
+
+def reads_squares(tree: PyTree) -> bool:
+    """Whether any compressor whose state is in the tree reads `sum_grad_squared`."""
+    return any(node.reads_squares for node in compress_states(tree))
 
 
 def compress_states(tree: PyTree) -> list[CompressState]:

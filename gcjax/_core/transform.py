@@ -19,6 +19,7 @@ from gcjax._core.checks import (
 )
 from gcjax._core.compressor import Compressor
 from gcjax._core.finite import bad_leaves
+from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
@@ -89,16 +90,20 @@ def compress(
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
+    def packed(parts: tuple[PyTree, ...], axes: tuple[str, ...]) -> CompressState:
+        buckets, report, waiting = (PerWorker.pack(part, axes) for part in parts)
+        return CompressState(buckets, report, waiting, compressor.uses_squares)
+
     def init(params: PyTree) -> CompressState:
         if stands_for_params(params):
-            return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
+            return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         report = fresh_report(layout.entries)
         buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
-        return CompressState(*(PerWorker.pack(part, axes) for part in (buckets, report, waiting)))
+        return packed((buckets, report, waiting), axes)
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
@@ -114,7 +119,7 @@ def compress(
             reject_several_devices(updates)
         else:
             check_countable(layout.entries)
-        states, axes = tuple(part.unpack() for part in state), state.buckets.axes
+        states, axes = tuple(part.unpack() for part in (state.buckets, state.report, state.waiting)), state.buckets.axes
         comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
         varying = axes if tracks_variation(axes) else ()
@@ -123,6 +128,8 @@ def compress(
         check_options(old_states, compressor, layout, comm.size)
         check_waiting(waiting, next_step)
         reject_reduced(updates, worker_axes + inner_axes)
+        if compressor.uses_squares and sum_grad_squared is None:
+            warn_of_missing_squares()
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
 
@@ -162,8 +169,7 @@ def compress(
             symptoms=in_32_bits(old_report.symptoms.after)(largest[1:], comm),
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
-        new_parts = vary((bucket_states, report, waiting), varying)
-        new = CompressState(*(PerWorker.pack(part, axes) for part in new_parts))
+        new = packed(vary((bucket_states, report, waiting), varying), axes)
         return _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes), new
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -53,6 +53,27 @@ def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
             )
 
 
+def check_placed(batch: PyTree, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for a leaf of a batch that lies on one process, where the mesh spans several.
+
+    `jax.jit` takes such arrays for equal on all processes: of the rows of each it would use a part. Arrays that are
+    traced, and shapes, pass.
+    """
+    if len({device.process_index for device in mesh.devices.flat}) == 1:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not hasattr(leaf, "shape"):
+            continue
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            sharding = f"jax.NamedSharding(mesh, jax.P({axes}))"
+            raise ValueError(
+                f"batch leaf {path_name(path)} of shape {leaf.shape} lies on process {jax.process_index()} alone, but "
+                "the mesh spans several processes, and a step would use only a part of its rows. Place it on the mesh. "
+                f"Rows of this process: jax.make_array_from_process_local_data({sharding}, rows). A batch that every "
+                f"process has whole: jax.device_put(batch, {sharding})"
+            )
+
+
 _RANDOM = (
     "Give a random key to step.init(params, key=...) instead: loss_fn(params, batch, key=...) then gets another one "
     "for each worker, step and sample"
@@ -153,6 +174,19 @@ def check_dimensions(spec: PartitionSpec, mesh: jax.sharding.Mesh, axes: tuple[s
                 f"param_specs has {spec}, which shards one dimension over {names}, some of them axes of the batch and "
                 "some not; shard different dimensions over them"
             )
+
+
+def check_no_further_axes(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError if a loss could use axes of the mesh along which the workers do not lie.
+
+    Without its tracking JAX would count a gradient once for every device along an axis over which the loss sums.
+    """
+    if others := [name for name, size in mesh.shape.items() if size > 1 and name not in axes]:
+        raise ValueError(
+            f"check_vma=False, but the mesh has the axes {others} beside axis_name={axes}: without JAX's tracking, "
+            "gradients of a loss that calls collectives over them would be wrong. Use gcjax.compressed_value_and_grad, "
+            "which leaves them to JAX, or a mesh of the workers' axes alone"
+        )
 
 
 def _is_special(node: object) -> bool:

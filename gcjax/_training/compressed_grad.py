@@ -1,5 +1,6 @@
 """Loss and compressed gradient of global arrays, for training steps that leave the partitioning to `jax.jit`."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +11,22 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
-from gcjax._jax_compat import constrain, varying_axes
+from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
-from gcjax._moments import value_and_moments
 from gcjax._moments.api import check_samples_lead
-from gcjax._training.checks import check_batch, check_state, checked_axes, checked_specs
-from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
+from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
+from gcjax._training.gradients import (
+    GradientFn,
+    Inputs,
+    batch_gradient,
+    check_moments_option,
+    moments_for,
+    uniform_loss,
+)
 from gcjax._training.local import as_local
 from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
 from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import check_random_key, check_transform
+from gcjax._validation import check_flag, check_random_key, check_transform
 
 
 def compressed_value_and_grad(
@@ -29,8 +36,9 @@ def compressed_value_and_grad(
     *,
     axis_name: AxisNames = "data",
     has_aux: bool = False,
-    moments: Callable[..., Any] | None = value_and_moments,
+    moments: Callable[..., Any] | str | None = "auto",
     param_specs: PyTree = None,
+    check_vma: bool = True,
 ) -> "CompressedGrad":
     """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
 
@@ -61,8 +69,9 @@ def compressed_value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`. It sees one worker's part of the batch
-        and returns the mean over it; with `moments` it sees one sample at a time, as a batch of size 1. Everything
-        that belongs to samples must come in through `batch`: what the loss closes over is the same on all workers.
+        and returns the mean over it; where squares are computed it sees one sample at a time, as a batch of size 1.
+        Everything that belongs to samples must come in through `batch`: what the loss closes over is the same on all
+        workers.
       tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
         (`gcjax.local_transform`) and a compressor. It must not contain the optimiser.
       mesh: the devices.
@@ -71,15 +80,16 @@ def compressed_value_and_grad(
       has_aux: whether the loss returns auxiliary output. Leaves whose leading axis is the batch come back as global
         arrays, sharded like the batch. Other floating leaves are averaged over the workers, with a dense all-reduce:
         BatchNorm statistics, for example, which each worker computes from its own part.
-      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
-        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      moments: as in `gcjax.make_train_step`: by default squares are computed if the compressor reads them.
       param_specs: how the parameters are sharded over the other axes, `PartitionSpec`s in a pytree like the parameters
         or a prefix of it; None if they are not. Each shard is compressed where it lives.
+      check_vma: as in `gcjax.make_train_step`: False for a loss with Pallas kernels. With it, an auxiliary leaf that is
+        not floating and has no batch axis always counts as differing between workers.
 
     Returns:
       `fn(params, state, batch, *, key=None) -> value, grads, state`, to be called under `jax.jit`; `value` is the loss,
       a float32 scalar, or `(loss, aux)`. `grads` are like the parameters, replicated or sharded by `param_specs`. With
-      a `key` the loss is called with `key=`, a different one for each worker (and sample, with `moments`), for dropout.
+      a `key` the loss is called with `key=`, a different one for each worker (and sample, with squares), for dropout.
       `fn.init(params)` makes `state` on the mesh: `tx`'s, per worker, sharded as `gcjax.state_specs` says. Save it in
       checkpoints beside the optimiser's state. `gcjax.info(state)` reads what was sent.
 
@@ -105,7 +115,13 @@ def compressed_value_and_grad(
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in checked_specs(param_specs, mesh):
         _reject_worker_axes(spec, axes)
-    gradient = batch_gradient(uniform_loss(loss_fn, has_aux), moments, has_aux, axes)
+    check_moments_option(moments)
+    check_flag("check_vma", check_vma)
+
+    def gradient(state: PyTree) -> GradientFn:
+        found = batch_gradient(uniform_loss(loss_fn, has_aux), moments_for(state, moments), has_aux, axes)
+        return found if check_vma else functools.partial(without_mesh_types, found)
+
     return CompressedGrad(gradient, optax.with_extra_args_support(tx), mesh, axes, has_aux, param_specs)
 
 
@@ -123,7 +139,7 @@ class CompressedGrad:
 
     def __init__(
         self,
-        gradient: GradientFn,
+        gradient: Callable[[PyTree], GradientFn],  # for a state of `tx`
         tx: optax.GradientTransformationExtraArgs,
         mesh: jax.sharding.Mesh,
         axes: tuple[str, ...],
@@ -149,11 +165,12 @@ class CompressedGrad:
         if key is not None:
             check_random_key("key", key)
         self._check_sharding(params)
+        check_placed(batch, self._mesh, self._axes)
         check_batch(batch, self._workers)
         check_state(state, self._mesh)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         local = jax.shard_map(
-            self._local_gradient,
+            functools.partial(self._local_gradient, self._gradient(state)),
             mesh=self._mesh,
             axis_names=set(self._axes),
             in_specs=(whole, split, whole),
@@ -188,16 +205,16 @@ class CompressedGrad:
         )
 
     def _local_gradient(
-        self, params: PyTree, batch: PyTree, key: Array | None
+        self, gradient: GradientFn, params: PyTree, batch: PyTree, key: Array | None
     ) -> tuple[Array, tuple[PyTree, PyTree], PyTree, PyTree]:
         """One worker's loss, its (gradient, squares) with a leading axis of 1, and its aux in two trees."""
         params = as_local(params, self._axes)
         key = None if key is None else jax.random.fold_in(key, worker_index(self._axes))
-        found = self._gradient(params, Inputs(batch, key))
+        found = gradient(params, Inputs(batch, key))
         stacked = jax.tree.map(lambda x: x[None], (found.gradient, found.squares))
         of_samples = averaged = None
         if self._has_aux:
-            has_batch = self._has_batch_axis(found.aux, params, batch, key)
+            has_batch = self._has_batch_axis(gradient, found.aux, params, batch, key)
             of_samples = jax.tree.map(lambda x, own: x if own else None, found.aux, has_batch)
             averaged = jax.tree_util.tree_map_with_path(
                 lambda path, x, own: None if own else self._mean_over_workers(path, x), found.aux, has_batch
@@ -215,11 +232,12 @@ class CompressedGrad:
             )
         return grads, state
 
-    def _has_batch_axis(self, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:
+    @staticmethod
+    def _has_batch_axis(gradient: GradientFn, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:
         """For each leaf of aux, whether its leading axis grows with the batch."""
 
         def longer(params, batch, key):
-            return self._gradient(params, Inputs(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), key)).aux
+            return gradient(params, Inputs(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch), key)).aux
 
         def grows(x, y):
             check_samples_lead(x.shape, y.shape)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gcjax._core.state import reads_squares
 from gcjax._jax_compat import tracks_variation, varying_axes, zeros
-from gcjax._moments.api import whole_batch_aux
+from gcjax._moments.api import value_and_moments, whole_batch_aux
 from gcjax._moments.problem import check_scalar_loss
 from gcjax._training.frozen import merge_params
 from gcjax._training.local import as_local
@@ -49,6 +50,7 @@ class Inputs(NamedTuple):
     frozen: PyTree = None
 
 
+Moments = Callable[..., Any] | str | None  # the option of `make_train_step`
 Loss = Callable[[PyTree, Inputs], tuple[Array, tuple[PyTree, PyTree]]]  # to (loss, (model_state, aux))
 GradientFn = Callable[[PyTree, Inputs], BatchGradient]  # both of the trained parameters
 
@@ -99,14 +101,10 @@ def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool
 
     Args:
       loss: of `uniform_loss`.
-      moments, has_aux: see `make_train_step`.
+      moments: of `moments_for`.
+      has_aux: see `make_train_step`.
       axes: of the workers.
-
-    Raises:
-      TypeError: `moments` is something else.
     """
-    if moments is not None:
-        _check_moments_function(moments, loss)
 
     def of_sample(trained: PyTree, inputs: tuple) -> Any:  # a batch of one sample, with one key
         batch, keys, model_state, frozen = inputs
@@ -131,14 +129,29 @@ def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool
     return gradient
 
 
-def _check_moments_function(moments: Any, loss: Loss) -> None:
+def check_moments_option(moments: Any) -> None:
+    """Raise TypeError for what `make_train_step(moments=...)` does not take."""
+    if moments is None or moments == "auto":
+        return
     try:
-        inspect.signature(moments).bind(loss, has_aux=True, in_axes=(0,))
+        inspect.signature(moments).bind(lambda params, batch: None, has_aux=True, in_axes=(0,))
     except TypeError:
         raise TypeError(
-            "moments must be gcjax.value_and_moments or a functools.partial of it, not called with a loss yet, or "
-            f"None, got {moments!r}"
+            "moments must be 'auto', gcjax.value_and_moments or a functools.partial of it, not called with a loss yet, "
+            f"or None, got {moments!r}"
         ) from None
+
+
+def moments_for(opt_state: PyTree, moments: Moments) -> Callable[..., Any] | None:
+    """The function that computes gradient and squares, or None for the gradient alone.
+
+    Args:
+      opt_state: "auto" computes squares if a compressor whose state is in it reads them.
+      moments: see `make_train_step`.
+    """
+    if not isinstance(moments, str):
+        return moments
+    return value_and_moments if reads_squares(opt_state) else None
 
 
 def options_of(moments: Callable[..., Any] | None) -> dict[str, Any]:

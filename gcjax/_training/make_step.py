@@ -7,8 +7,8 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from gcjax._moments import value_and_moments
-from gcjax._training.checks import check_dimensions, checked_axes, checked_specs
+from gcjax._training.checks import check_dimensions, check_no_further_axes, checked_axes, checked_specs
+from gcjax._training.gradients import check_moments_option
 from gcjax._training.step import TrainStep
 from gcjax._types import AxisNames, PyTree
 from gcjax._validation import check_flag, check_integer, check_transform
@@ -20,13 +20,14 @@ def make_train_step(
     mesh: jax.sharding.Mesh,
     *,
     axis_name: AxisNames = "data",
-    moments: Callable[..., Any] | None = value_and_moments,
+    moments: Callable[..., Any] | str | None = "auto",
     accumulate: int = 1,
     param_specs: PyTree = None,
     has_aux: bool = False,
     trainable: PyTree | Callable[[PyTree], PyTree] = None,
     max_skipped: int = 10,
     checks: bool = True,
+    check_vma: bool = True,
 ) -> TrainStep:
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
@@ -39,20 +40,22 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
         `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
-        `(loss, model_state)`. With `moments` it sees one sample at a time, as a batch of size 1 with its own key.
+        `(loss, model_state)`. Where squares are computed (see `moments`) it sees one sample at a time, as a batch of
+        size 1 with its own key.
       tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state before
         the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
         `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
-      moments: `gcjax.value_and_moments`, or a `functools.partial` of it with options; its sum of squares is passed to
-        `tx.update`. None for methods that do not use it: the gradient then comes from `jax.value_and_grad`.
+      moments: "auto" computes squares of per-sample gradients with `gcjax.value_and_moments` if a compressor in `tx`
+        reads them, as `gcjax.variance_compress` does; without one, the gradient comes from `jax.value_and_grad`.
+        `gcjax.value_and_moments`, or a `functools.partial` of it with options, always computes them. None never does.
       accumulate: number of parts into which each worker's batch is split. Their gradients are computed one after the
         other and averaged (added up under reduction="sum").
       param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if they are
         not. Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are
         averaged over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis
-        (tensor parallelism): the loss sees the shards and calls the collectives itself, and `moments` is best None.
+        (tensor parallelism): the loss sees the shards and calls the collectives itself; take a method without squares.
         Each shard is compressed where it lives and has its own state.
       has_aux: whether `loss_fn` returns more, as its last result: `(loss, aux)`, or `(loss, model_state, aux)`. It
         comes back in `Metrics.aux`; over samples and parts it is put together as in `gcjax.value_and_moments`.
@@ -63,24 +66,29 @@ def make_train_step(
         result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
       checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
         that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
-        finds sums, and with `moments` also BatchNorm without `sample_axis` and weighted means. It does not look inside
+        finds sums, and with squares also BatchNorm without `sample_axis` and weighted means. It does not look inside
         `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
         samples. The call after 100 steps runs `gcjax.check_training`. Where parameters are sharded, transforms that mix
         them, such as `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB
         does: they see a shard.
+      check_vma: False for a loss that `jax.shard_map` takes only with its check_vma=False, as with Pallas kernels. JAX
+        then does not track while the loss runs which values differ between workers; gradient, squares and updates are
+        the same. One check is lost: a loss that sums over the workers itself is no longer found.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
       `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` as for a jitted function, of arrays or
-      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. The
-      state passed in is donated.
+      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. With
+      a mesh of several processes they must be on it: `jax.make_array_from_process_local_data` takes the rows of each.
+      The state passed in is donated.
 
     Raises:
-      ValueError: the mesh lacks an axis; `accumulate` or `max_skipped` is below 1; a dimension of a parameter is
-        sharded over axes of both sorts; (from `init`) a compressor without axis; `trainable` is no prefix of the
-        parameters, or freezes them all; (when called) a batch cannot be split evenly; `loss_fn` is not the mean of its
-        samples, or averages over the workers itself; an update or state of the optimiser would differ between workers;
-        a transform mixes shards of different parameters; the state is not of this mesh.
+      ValueError: the mesh lacks an axis, or with `check_vma=False` has others than `axis_name`; `accumulate` or
+        `max_skipped` is below 1; a dimension of a parameter is sharded over axes of both sorts; (from `init`) a
+        compressor without axis; `trainable` is no prefix of the parameters, or freezes them all; (when called) a batch
+        cannot be split evenly, or lies on one process of several; `loss_fn` is not the mean of its samples, or averages
+        over the workers itself; an update or state of the optimiser would differ between workers; a transform mixes
+        shards of different parameters; the state is not of this mesh.
       TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
         or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
         of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,
@@ -93,19 +101,23 @@ def make_train_step(
       >>> import gcjax, jax, optax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
-      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh, moments=None)
+      >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh)
       >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
       >>> print(state.params, metrics.loss, metrics.skipped)
       3.0 [10.] 0
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     check_transform("tx", tx)
+    check_moments_option(moments)
     check_flag("has_aux", has_aux)
     check_flag("checks", checks)
+    check_flag("check_vma", check_vma)
     check_integer("max_skipped", max_skipped, 1)
     param_specs = PartitionSpec() if param_specs is None else param_specs
     for spec in checked_specs(param_specs, mesh):
         check_dimensions(spec, mesh, axes)
+    if not check_vma:
+        check_no_further_axes(mesh, axes)
     return TrainStep(
         loss_fn,
         optax.with_extra_args_support(tx),
@@ -118,4 +130,5 @@ def make_train_step(
         trainable=trainable,
         max_skipped=max_skipped,
         checks=checks,
+        check_vma=check_vma,
     )

@@ -58,7 +58,8 @@ def update_with(
             raise
         raise TypeError(
             f"tx needs an argument that a step does not have: {error}. It gets value, the mean of the workers' losses, "
-            "and with moments sum_grad_squared. A line search would need the loss of all workers"
+            "and sum_grad_squared where squares are computed (moments=gcjax.value_and_moments does so always). A line "
+            "search would need the loss of all workers"
         ) from error
     _check_compressors(opt_state, new)
     _check_updates(updates, params)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from gcjax._comm.collectives import (
     worker_index,
 )
 from gcjax._core.per_worker import PerWorker
-from gcjax._jax_compat import constrain
+from gcjax._jax_compat import constrain, without_mesh_types
 from gcjax._training.bad_steps import is_spoilt, skipping_bad, where_good
 from gcjax._training.call_checks import CallChecks
 from gcjax._training.checks import (
@@ -28,16 +28,27 @@ from gcjax._training.checks import (
     check_compressors,
     check_model_state,
     check_params,
+    check_placed,
     check_state,
 )
 from gcjax._training.frozen import merge_params, of_trained, split_by
-from gcjax._training.gradients import Inputs, accumulated, batch_gradient, uniform_loss
+from gcjax._training.gradients import (
+    GradientFn,
+    Inputs,
+    Moments,
+    accumulated,
+    batch_gradient,
+    moments_for,
+    uniform_loss,
+)
 from gcjax._training.local import as_local
 from gcjax._training.loss_check import check_losses, losses_to_compare
 from gcjax._training.optimiser import update_with
 from gcjax._training.sharding import distribute, init_sharded, placeable, state_specs
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_random_key
+
+Result = TypeVar("Result")
 
 
 class TrainState(NamedTuple):
@@ -85,7 +96,7 @@ class TrainStep:
         tx: optax.GradientTransformationExtraArgs,
         mesh: jax.sharding.Mesh,
         axes: tuple[str, ...],
-        moments: Callable[..., Any] | None,
+        moments: Moments,
         accumulate: int,
         param_specs: PyTree,
         *,
@@ -93,10 +104,10 @@ class TrainStep:
         trainable: PyTree = None,
         max_skipped: int | None = None,  # None: bad steps are not skipped
         checks: bool = False,
+        check_vma: bool = True,
     ) -> None:
-        self._loss, self._moments = uniform_loss(loss_fn, has_aux), moments
-        gradient = batch_gradient(self._loss, moments, has_aux, axes)
-        self._gradient = accumulated(gradient, accumulate, axes, moments)
+        self._check_vma = check_vma
+        self._loss, self._moments, self._has_aux = uniform_loss(loss_fn, has_aux), moments, has_aux
         self._split = split_by(trainable)
         self._tx, self._mesh, self._axes = of_trained(tx, self._split), mesh, axes
         self._accumulate, self._param_specs = accumulate, param_specs
@@ -172,7 +183,7 @@ class TrainStep:
     def _local_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """The step of one worker: gradient of its batch, compressed exchange in `tx.update`, new parameters."""
         own, inputs = self._loss_arguments(state, batch)
-        loss, grad, squares, model_state, aux = self._gradient(own, inputs)
+        loss, grad, squares, model_state, aux = self._gradient(state.opt_state)(own, inputs)
         grad, squares = self._own_shards(grad, squares)
         params, frozen = self._split(state.params)
         update = functools.partial(
@@ -205,6 +216,16 @@ class TrainStep:
         )
         return new, Metrics(loss[None], skipped, jax.tree.map(lambda x: jnp.asarray(x)[None], aux))
 
+    def _gradient(self, opt_state: PyTree) -> GradientFn:
+        """With squares if `moments` asks for them, or leaves it to a state in which a compressor reads them."""
+        moments = moments_for(opt_state, self._moments)
+        whole = batch_gradient(self._loss, moments, self._has_aux, self._axes)
+        return self._tracked(accumulated(whole, self._accumulate, self._axes, moments))
+
+    def _tracked(self, run: Callable[..., Result]) -> Callable[..., Result]:
+        """What calls the loss, with JAX's tracking of varying values unless it was turned off."""
+        return run if self._check_vma else functools.partial(without_mesh_types, run)
+
     def _loss_arguments(self, state: TrainState, batch: PyTree) -> tuple[PyTree, Inputs]:
         """The parameters to train, whole and typed as the worker's own, and what else its loss depends on."""
         key = None
@@ -227,14 +248,17 @@ class TrainStep:
     def _check_arguments(self, state: TrainState, batch: PyTree) -> None:
         if not isinstance(state, TrainState):
             raise TypeError(f"state must be the TrainState that init or the last step returned, got {type(state)}")
+        check_placed(batch, self._mesh, self._axes)
         check_batch(batch, self._workers, self._accumulate)
 
     def _check_loss(self, state: TrainState, batch: PyTree) -> None:
         """Check that the loss is a mean over samples, on all processes alike."""
-        over_workers = PartitionSpec(self._axes)
+        over_workers, moments = PartitionSpec(self._axes), moments_for(state.opt_state, self._moments)
+
+        compared = self._tracked(functools.partial(losses_to_compare, self._loss, moments))
 
         def local(state, batch):
-            return losses_to_compare(self._loss, self._moments, *self._loss_arguments(state, batch))[None]
+            return compared(*self._loss_arguments(state, batch))[None]
 
         def compare(state, batch):
             return self._on_devices(local, state, batch, over_workers)
@@ -244,4 +268,4 @@ class TrainStep:
             lowered = jax.jit(compare, out_shardings=everywhere).lower(state, batch)
         except Exception:  # the user's loss may raise anything where it takes no two samples
             return
-        check_losses(np.asarray(lowered.compile()(state, batch)), self._moments, self._split(state.params)[0])
+        check_losses(np.asarray(lowered.compile()(state, batch)), moments, self._split(state.params)[0])

@@ -17,6 +17,7 @@ is kept until it is mixed in: in one compiled step, XLA runs a collective in a c
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ import optax
 from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
 from gcjax._core.error_feedback import CodecState
+from gcjax._core.missing_squares import MissingSquaresWarning
 from gcjax._core.state import compress_states
 from gcjax._jax_compat import varying_axes
 from gcjax._kernels.floats import rounded
@@ -179,7 +181,9 @@ def local_sgd(
         outer_grad = jax.tree.map(jnp.subtract, flatten(layout, begin), models)
         if compressor is None:
             return mean(outer_grad), state, words
-        compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
+        with warnings.catch_warnings():  # the change of many steps has no samples
+            warnings.simplefilter("ignore", MissingSquaresWarning)
+            compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
         if apart := set(inputs.axes) & varying_axes(compressed):
             raise ValueError(
                 f"the compressor's mean differs along {sorted(apart)}, but local_sgd has axis_name={inputs.axes}; give "

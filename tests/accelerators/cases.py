@@ -148,9 +148,8 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     case, mesh = CASES[name], targets.mesh_of(target, MESHES[mesh_name])
     tx = case.make(**AXES[mesh_name])
     if case.method in gcjax.methods.METHODS:
-        moments = gcjax.value_and_moments if case.squares else None
         chain = optax.chain(tx, optax.sgd(0.1))
-        step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names, moments=moments)
+        step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names)
     else:
         step = gossip.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)
     return targets.lower(step, mesh, PARAMS, BATCH)
@@ -158,9 +157,8 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
 
 def _lower_layers(case: Case, target: str) -> jax.stages.Lowered:
     mesh = targets.mesh_of(target, MESHES["one axis"])
-    moments = gcjax.value_and_moments if case.squares else None
     chain = optax.chain(case.make(axis_name="data"), optax.adam(1e-3))
-    return targets.lower(gcjax.make_train_step(_layers_loss, chain, mesh, moments=moments), mesh, LAYERS, LAYERS_BATCH)
+    return targets.lower(gcjax.make_train_step(_layers_loss, chain, mesh), mesh, LAYERS, LAYERS_BATCH)
 
 
 def _layers_loss(params: dict, batch: jax.Array) -> jax.Array:

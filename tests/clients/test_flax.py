@@ -231,6 +231,7 @@ def test_nnx_on_one_device():
     assert gcjax.info(optimizer.opt_state).sent > 0
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_optimizer_states_are_serialised():
     mesh = mesh_of(WORKERS)
     params = {"w": jnp.arange(40.0), "b": jnp.ones(3)}

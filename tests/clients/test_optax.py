@@ -116,6 +116,7 @@ def test_a_chain_trains(name):
         assert all(np.array_equal(shards[0], shard) for shard in shards)
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_lookahead_around_the_compressor_trains():
     tx = optax.lookahead(optax.chain(COMPRESSOR, optax.adam(0.1)), 2, 0.5)
     losses, params, _ = trained(tx, optax.LookaheadParams.init_synced(PARAMS), read=lambda params: params.fast)
@@ -138,6 +139,7 @@ SAM = contrib.sam(optax.sgd(0.5), optax.chain(contrib.normalize(), optax.sgd(0.0
     ],
     ids=["flatten around", "apply_if_finite around", "MultiSteps around", "sam behind, with squares", "sam around"],
 )
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_what_cannot_work_raises(tx, extras, error, message):
     run, state = step_of(tx, extras)(PARAMS)
     with pytest.raises(error, match=message):

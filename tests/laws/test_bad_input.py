@@ -107,6 +107,7 @@ def test_state_of_all_workers_at_once_raises():
         tx.update(G, state)
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_a_reduced_gradient_raises_with_the_cure():
     mesh = mesh_of(8)
     tx = gcjax.variance_compress(axis_name="data")

@@ -7,6 +7,8 @@ from rows import chains
 
 import gcjax
 
+pytestmark = pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")  # its workers have one sample each
+
 # By design: a vote ends at the entrywise median of what the workers want, and moves by steps of the learning rate.
 STALLS = {"sign_vote_compress", "signum_compress"}
 

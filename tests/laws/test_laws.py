@@ -218,6 +218,7 @@ def test_init_works_on_shapes_alone(row):
 
 @EVERY_METHOD
 @pytest.mark.sample(6)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_unknown_extra_arguments_are_ignored(row):
     tx = row.make(None)
     state = tx.init(PARAMS)
@@ -295,6 +296,7 @@ def test_gradients_too_large_to_add_up_count_as_not_finite(row, too_large):
 
 @EVERY_KIND
 @pytest.mark.sample(3)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_float16_updates_saturate_and_are_counted(row):
     g = {name: jnp.full(shape, 6e4, jnp.float16) for name, shape in {**SHAPES, "e": (300,)}.items()}
     wide = {name: x.astype(jnp.float32) for name, x in g.items()}
@@ -351,6 +353,7 @@ EDGES = {
 @EVERY_KIND
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.sample(8)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     g = {name: jnp.asarray(x) for name, x in EDGES[edge].items()}
     if row.infinite_at < 1e24:

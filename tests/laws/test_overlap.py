@@ -103,6 +103,7 @@ def test_it_resumes_with_a_gradient_waiting(row, compiled):
     check_equal(run(resumed, steps()[2:]), whole[2:])
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_squares_wait_with_their_gradient():
     """Without squares, the gradient's own stand for them, as without overlap."""
     runner = Runner(

@@ -187,6 +187,7 @@ def model_loss(params, batch):
     return jnp.mean(jnp.square(jax.lax.psum(batch @ params["v"] @ params["u"], "model") + params["whole"][:20] - 1.0))
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_a_loss_with_collectives_of_its_own_trains_shards():
     mesh = jax.make_mesh((2, 2, 2), ("slow", "fast", "model"))
     specs = {"u": P("model"), "v": P(None, "model"), "whole": P()}

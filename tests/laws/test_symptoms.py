@@ -42,6 +42,7 @@ def runner_of(method, mode="shard_map", steps=0, **options):
 
 @pytest.mark.parametrize("method", ["top_k", "variance", pytest.param("qsgd", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["pmap", pytest.param("unchecked shard_map", marks=pytest.mark.full)])
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_equal_gradients_are_counted(method, mode):
     runner = runner_of(method, mode, 3, equal=True)
     assert gcjax.info(runner.state).identical == 3
@@ -241,6 +242,7 @@ def test_the_ratio_takes_a_gradient_or_its_norm_and_is_printed():
 
 
 @pytest.mark.parametrize("method", ["top_k", "variance"])
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_entries_that_only_follow_a_penalty_stop_no_training(method):
     def loss_fn(table, batch):
         return jnp.mean((table[batch["row"]].sum(1) - batch["y"]) ** 2) + 1e-3 * jnp.sum(table**2)

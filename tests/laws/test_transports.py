@@ -20,6 +20,7 @@ from gcjax._sparse.capacities import capacities_for
 from gcjax._sparse.transport import owner_of, word_of
 
 N = 1 << 14
+pytestmark = pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")  # only what is moved matters here
 PARAMS = {"a": np.zeros(N, np.float32)}
 
 

@@ -170,7 +170,7 @@ def test_every_step_takes_another_sample():
 
     def counted(step):
         held = dataclasses.replace(bucket, step=step)
-        return tx.update(g, start._replace(buckets=dataclasses.replace(start.buckets, value=(held,))))[1]
+        return tx.update(g, dataclasses.replace(start, buckets=dataclasses.replace(start.buckets, value=(held,))))[1]
 
     counts = [int(gcjax.info(jax.jit(counted)(jnp.array([step]))).sent[0]) for step in range(6)]
     assert len(set(counts)) > 3

@@ -150,7 +150,7 @@ def residual(state):
 def with_state(state, **fields):
     """`state` with other fields in the state of its only bucket."""
     bucket = dataclasses.replace(method_state(state), **fields)
-    return state._replace(buckets=dataclasses.replace(state.buckets, value=(bucket,)))
+    return dataclasses.replace(state, buckets=dataclasses.replace(state.buckets, value=(bucket,)))
 
 
 def forgetful(state):

@@ -70,6 +70,7 @@ def test_transfers_are_those_of_a_real_step(row):
 
 
 @pytest.mark.parametrize("name", ["variance-overflow", "onebit", "dense-float32", "random_k-entries"])
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_transfers_add_up_to_the_bytes_of_info(name):
     row = next(row for row in methods() if row.name.startswith(name))
     runner = Runner(row.make("data"), jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMS), WORKERS)

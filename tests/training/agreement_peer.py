@@ -89,6 +89,14 @@ def steps_until_stopped(mesh):
     return None
 
 
+def messages_of_own_arrays(mesh, step, state):
+    """What is said of arrays that this process alone has."""
+    own = own_rows(np.random.default_rng(0), 6)  # which could be split over all workers
+    fn = gcjax.compressed_value_and_grad(squares_loss, gcjax.dense_compress(axis_name="data"), mesh)
+    calls = [step, step.lower, lambda state, batch: fn(state.params, fn.init(state.params), batch)]
+    return [message_of(call, state, [rows]) for call in calls for rows in (own, jnp.asarray(own))]
+
+
 def checks_so_far(store, process):
     return sum(key.endswith(f"/digests/{process}") for key, _ in store.key_value_dir_get_bytes("gcjax/"))
 
@@ -111,6 +119,10 @@ def main(port, processes, process, cases):
         state = take_step(mesh, step, state, own_rows(rng, rows))
     found["checks"] = checks_so_far(store, process) - before
     found["w"] = np.asarray(state.params["w"]).tobytes().hex()
+    found["alone"] = messages_of_own_arrays(mesh, step, state)
+    whole = np.random.default_rng(0).normal(size=(4 * jax.device_count(), 2)).astype(np.float32)
+    state, _ = jax.block_until_ready(step(state, [jax.device_put(whole, jax.NamedSharding(mesh, jax.P("data")))]))
+    found["whole"] = np.asarray(state.params["w"]).tobytes().hex()
     info = gcjax.info(state.opt_state)
     found["info"] = [info.sent.shape, info.residual_norm.shape, info.wire_bytes]
     tx = gcjax.gossip.local_sgd(1, axis_name=mesh.axis_names)

@@ -72,6 +72,17 @@ def test_equal_processes_train_as_one_process(group):
     w = np.asarray(state.params["w"])
     assert {found["w"] for found in group} == {w.tobytes().hex()}
     assert (w != start).all()
+    whole = np.random.default_rng(0).normal(size=(4 * PROCESSES * DEVICES, 2)).astype(np.float32)
+    state, _ = step(state, [whole])  # each process has all of it
+    assert {found["whole"] for found in group} == {np.asarray(state.params["w"]).tobytes().hex()}
+
+
+def test_a_batch_that_one_process_has_alone_is_refused(group):
+    for process, found in enumerate(group):
+        for message in found["alone"]:
+            assert f"batch leaf [0] of shape (12, 2) lies on process {process} alone" in message
+            assert "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, jax.P(('data',))), rows)" in message
+            assert "jax.device_put(batch, " in message
 
 
 def test_processes_compare_once_for_each_batch_shape(group):

@@ -135,7 +135,7 @@ def test_transforms_that_keep_parameters_apart_take_shards():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"moments": True}, r"moments must be gcjax.value_and_moments.*or None, got True"),
+        ({"moments": True}, r"moments must be 'auto', gcjax.value_and_moments.*or None, got True"),
         ({"moments": gcjax.value_and_moments(loss_fn)}, r"moments must be .*, not called with a loss.*or None, got <f"),
         ({"param_specs": {"w": "data", "b": jax.P()}}, r"param_specs\['w'\] must be a jax.sharding.PartitionSpec, got"),
     ],

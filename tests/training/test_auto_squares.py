@@ -1,0 +1,216 @@
+"""Squares are computed where a compressor reads them, and nowhere else; without them it warns."""
+
+import functools
+import inspect
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from harness import mesh_of
+
+import gcjax
+import gcjax.flax
+
+WORKERS = 4
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 3)).astype(np.float32)
+PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.full((2, 5), 0.5)}
+
+
+def variance():
+    return gcjax.variance_compress(axis_name="data", capacity=64)
+
+
+def top_k():
+    return gcjax.top_k_compress(0.5, axis_name="data")
+
+
+def behind_momentum(compressor):
+    return optax.chain(gcjax.local_transform(optax.trace(0.9), "data"), compressor)
+
+
+def by_leaf(a, b):
+    return optax.partition({"a": a, "b": b}, {"a": "a", "b": "b"})
+
+
+READ = {  # chains with a compressor that reads squares, somewhere
+    "alone": variance,
+    "in a chain": lambda: behind_momentum(variance()),
+    "scaled first": lambda: gcjax.scale_first(optax.clip(1.0), variance()),
+    "of some leaves": lambda: by_leaf(top_k(), variance()),
+    "late": lambda: gcjax.variance_compress(axis_name="data", capacity=64, overlap="next_step"),
+    "with hyperparameters": lambda: optax.inject_hyperparams(
+        gcjax.variance_compress, static_args=("axis_name", "capacity", "decay")
+    )(alpha=0.5, axis_name="data", capacity=64),
+}
+IGNORED = {
+    "top_k": top_k,
+    "in a chain": lambda: behind_momentum(top_k()),
+    "ef21": lambda: gcjax.ef21_compress(0.5, axis_name="data"),
+    "of all leaves": lambda: by_leaf(top_k(), gcjax.dense_compress(axis_name="data")),
+}
+
+
+def by_step(loss, tx, mesh, **options):
+    """A step and its first state."""
+    step = gcjax.make_train_step(loss, tx, mesh, checks=False, **options)
+    return step, step.init(PARAMS)
+
+
+def by_gradient(loss, tx, mesh, **options):
+    fn = gcjax.compressed_value_and_grad(loss, tx, mesh, **options)
+    return lambda state, batch: jax.jit(fn)(PARAMS, state, batch), fn.init(PARAMS)
+
+
+def sizes_seen(make, tx, state_of=lambda state: state, **options):
+    """How many samples the loss sees at once."""
+    seen = set()
+
+    def loss(params, x):
+        seen.add(len(x))
+        return jnp.mean((x @ params["a"] @ params["b"]) ** 2)
+
+    run, state = make(loss, tx, mesh_of(WORKERS), **options)
+    jax.eval_shape(run, state_of(state), X)
+    return seen
+
+
+@pytest.mark.parametrize("make", [by_step, by_gradient])
+@pytest.mark.parametrize("case", READ)
+def test_squares_are_computed_where_a_compressor_reads_them(make, case):
+    assert 1 in sizes_seen(make, READ[case]())
+
+
+@pytest.mark.parametrize("make", [by_step, by_gradient])
+@pytest.mark.parametrize("case", IGNORED)
+def test_no_squares_are_computed_where_no_compressor_reads_them(make, case):
+    assert sizes_seen(make, IGNORED[case]()) == {len(X) // WORKERS}
+
+
+@pytest.mark.parametrize("make", [by_step, by_gradient])
+def test_moments_of_the_user_are_taken_as_they_are(make):
+    assert 1 in sizes_seen(make, top_k(), moments=functools.partial(gcjax.value_and_moments, method="scan"))
+    assert sizes_seen(make, top_k(), moments=None) == {len(X) // WORKERS}
+
+
+def restored(state):
+    fresh = jax.tree.map(np.asarray, state)
+    back = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    return jax.device_put(back, jax.tree.map(lambda x: x.sharding, state))
+
+
+def shapes(state):
+    return jax.eval_shape(lambda state: state, state)
+
+
+def resized(state):
+    return gcjax.resize(gcjax.resize(state, mesh_of(2)), mesh_of(WORKERS))
+
+
+@pytest.mark.parametrize("state_of", [restored, shapes, resized])
+@pytest.mark.parametrize("make", [by_step, by_gradient])
+def test_a_state_knows_after_a_journey_whether_squares_are_read(make, state_of):
+    assert 1 in sizes_seen(make, behind_momentum(variance()), state_of)
+    assert sizes_seen(make, behind_momentum(top_k()), state_of) == {len(X) // WORKERS}
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+
+
+def test_batchnorm_needs_no_option_where_no_compressor_reads_squares():
+    variables = Normed().init(jax.random.key(0), X)
+
+    def loss(params, x, model_state):
+        out, new = Normed().apply({"params": params, "batch_stats": model_state}, x, mutable="batch_stats")
+        return jnp.mean((out - 1) ** 2), new["batch_stats"]
+
+    def trained(**options):
+        step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), **options)
+        state, metrics = step(step.init(variables["params"], model_state=variables["batch_stats"]), X)
+        return jax.tree.map(np.asarray, (state.params, metrics.loss))
+
+    jax.tree.map(np.testing.assert_array_equal, trained(), trained(moments=None))
+
+
+def test_counts_come_back_right_where_no_compressor_reads_squares():
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), jnp.sum(x @ w > 0)
+
+    step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), has_aux=True)
+    _, metrics = step(step.init(jnp.ones(3)), X)
+    np.testing.assert_array_equal(metrics.aux, (X.sum(1) > 0).reshape(WORKERS, -1).sum(1))
+
+
+def test_a_mixture_of_experts_trains_where_no_compressor_reads_squares():
+    def loss(experts, x):
+        return jnp.mean(jax.lax.ragged_dot(x, experts, jnp.array([1, len(x) - 1])) ** 2)
+
+    step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), checks=False)
+    state, metrics = step(step.init(jnp.ones((2, 3, 2))), X)
+    assert np.isfinite(metrics.loss).all()
+    assert (state.params != 1).any()
+
+
+def alone(tx):
+    return tx.update(jnp.ones(4), tx.init(jnp.ones(4)))
+
+
+def compiled(tx):
+    return jax.jit(tx.update)(jnp.ones(4), tx.init(jnp.ones(4)))
+
+
+def on_a_mesh(tx):
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS), moments=None)
+    step(step.init(jnp.ones(3)), X)
+
+
+def by_gradient_alone(tx):
+    fn = gcjax.compressed_value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS), moments=None)
+    jax.eval_shape(fn, jnp.ones(3), fn.init(jnp.ones(3)), X)
+
+
+@pytest.mark.parametrize("run", [alone, compiled, on_a_mesh, by_gradient_alone])
+def test_a_compressor_that_reads_squares_and_gets_none_warns_once_where_the_user_calls_it(run):
+    axis = "data" if run in (on_a_mesh, by_gradient_alone) else None
+    tx = optax.chain(gcjax.variance_compress(axis_name=axis, capacity=64), optax.scale(-0.1))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            run(tx)
+    (warning,) = found
+    assert issubclass(warning.category, gcjax.MissingSquaresWarning)
+    lines, first = inspect.getsourcelines(run)
+    assert warning.filename == __file__
+    assert first <= warning.lineno < first + len(lines)
+    for line in (r"gcjax.value_and_moments(loss_fn)", "sum_grad_squared=moments.sum_grad_squared", "leave out moments"):
+        assert line in str(warning.message)
+
+
+def test_without_squares_the_gradients_own_square_stands_for_them():
+    tx, gradient = gcjax.variance_compress(alpha=1.5, capacity=64, decay=0.9), jnp.arange(1.0, 5.0)
+
+    def run(**extra):
+        state = tx.init(gradient)
+        for _ in range(2):  # nothing passes in the first
+            updates, state = tx.update(gradient, state, **extra)
+        return updates
+
+    with pytest.warns(gcjax.MissingSquaresWarning):
+        found = run()
+    np.testing.assert_array_equal(found, run(sum_grad_squared=gradient**2))
+    assert (found != 0).all()
+
+
+def test_rounds_of_local_steps_have_no_squares_to_miss():
+    compressor = gcjax.variance_compress(axis_name="data", capacity=64)
+    tx = optax.chain(optax.sgd(0.1), gcjax.gossip.local_sgd(2, mixing=1, compressor=compressor, axis_name="data"))
+    step = gcjax.gossip.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS))
+    step(step.init(jnp.ones(3)), X)  # warnings are errors here
