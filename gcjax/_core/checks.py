@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gcjax._core.compressor import Compressor
-from gcjax._core.owned import shared_among
-from gcjax._core.state import CompressState, Waiting
+from gcjax._core.state import CompressState
 from gcjax._jax_compat import partitioned_axes, tracks_variation, unchecked_axes, varying_axes
 from gcjax._kernels.layout import Layout, path_name
 from gcjax._types import PyTree
@@ -53,29 +51,6 @@ def check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_
             _check_like_gradient(name, tree, layout)
     if sum_grad_squared is not None:
         _check_not_negative(sum_grad_squared)
-
-
-def check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout, workers: int) -> None:
-    """Raise ValueError if a transform with other options made the state: its own options would be used, silently."""
-    fresh = jax.eval_shape(lambda: shared_among(tuple(map(compressor.init, layout.buckets)), workers))
-    ours, theirs = (str(jax.tree.structure(tree)) for tree in (fresh, bucket_states))
-    if ours != theirs:
-        differ = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-        begin = max(differ - 60, 0)
-        raise ValueError(
-            "the state was initialised by a transform with other options, such as another transport or feedback. Use "
-            "the options that it was made with, or begin with a new state. The state has "
-            f"...{theirs[begin : begin + 120]}..., this transform ...{ours[begin : begin + 120]}..."
-        )
-
-
-def check_waiting(waiting: Waiting | None, next_step: bool) -> None:
-    if (waiting is not None) != next_step:
-        had, has = (f"{'with' if late else 'without'} overlap='next_step'" for late in (not next_step, next_step))
-        raise ValueError(
-            f"the state was initialised {had}, this transform is {has}. Use the option that the state was made with, "
-            "or begin with a new state"
-        )
 
 
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:

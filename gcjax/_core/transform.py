@@ -10,8 +10,6 @@ from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_
 from gcjax._core.checks import (
     check_countable,
     check_inputs,
-    check_options,
-    check_waiting,
     mask_like,
     reject_partitioned,
     reject_reduced,
@@ -19,9 +17,10 @@ from gcjax._core.checks import (
 )
 from gcjax._core.compressor import Compressor
 from gcjax._core.finite import bad_leaves
+from gcjax._core.options import check_checksum, check_options, checksum, meaning
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
-from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
+from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report, options_of
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
 from gcjax._kernels.floats import FLOAT_MAX
@@ -89,13 +88,16 @@ def compress(
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
+    def new_buckets(layout: Layout) -> tuple[PyTree, ...]:
+        return tuple(compressor.init(bucket) for bucket in layout.buckets)
+
     def init(params: PyTree) -> CompressState:
         if stands_for_params(params):
             return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
-        report = fresh_report(layout.entries)
-        buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
+        buckets = new_buckets(layout)
+        report = fresh_report(layout.entries, checksum(meaning(buckets, next_step)))
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
         return CompressState(*(PerWorker.pack(part, axes) for part in (buckets, report, waiting)))
@@ -120,8 +122,10 @@ def compress(
         varying = axes if tracks_variation(axes) else ()
         old_states, old_report, waiting = vary(states, varying)
         check_workers(old_states, comm.size)
-        check_options(old_states, compressor, layout, comm.size)
-        check_waiting(waiting, next_step)
+        options = options_of(state)
+        check_options(meaning(jax.eval_shape(lambda: new_buckets(layout)), next_step), options)
+        if not isinstance(old_report.options, jax.core.Tracer):
+            check_checksum(options, old_report.options)
         reject_reduced(updates, worker_axes + inner_axes)
         if inner_axes:
             updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
@@ -136,6 +140,8 @@ def compress(
         any_bad = (bad % (old_report.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
+        is_own = old_report.options == jnp.uint32(checksum(options))  # and not restored from that of other options
+        any_bad = jnp.where(is_own, any_bad, 1)
         if is_single:
             any_bad = when_lowered(any_bad, reject_partitioned)
         claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
@@ -160,6 +166,7 @@ def compress(
             skipped=old_report.skipped + (agreed == 1),
             saturated=count_beyond_range(layout, means),
             symptoms=in_32_bits(old_report.symptoms.after)(largest[1:], comm),
+            options=old_report.options,
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new_parts = vary((bucket_states, report, waiting), varying)

@@ -133,7 +133,7 @@ class TrainStep:
         self._check_arguments(state, batch)
         self._checks.before(state, batch)
         state, metrics = self._jitted(state, batch)
-        self._checks.after(batch, metrics.skipped, metrics.loss)
+        self._checks.after(state, batch, metrics.skipped, metrics.loss)
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
