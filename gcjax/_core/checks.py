@@ -84,9 +84,23 @@ def reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
                 f"gradient leaf {path_name(path)} does not vary over {reduced}: it has been reduced already, so "
                 "compressing it would save nothing. jax.grad of replicated parameters inside shard_map sums over the "
                 "workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), axis_name=...), "
-                "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
-                "per worker: use make_train_step(accumulate=...) instead.)"
+                "gcjax.value_and_moments or gcjax.make_train_step. (Behind another compressor in the chain: keep one. "
+                "Inside optax.MultiSteps, whose accumulator is not per worker: use make_train_step(accumulate=...) "
+                "instead.)"
             )
+
+
+def reject_hidden(updates: PyTree) -> None:
+    """Raise when leaves are hidden where JAX has no types that would show whether anything else averages them."""
+    hidden = [path for path, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked) if is_masked(x)]
+    if hidden and (axes := unchecked_axes()):
+        raise ValueError(
+            f"optax.masked or optax.partition hides the gradient at {path_name(hidden[0])} from the compressor, on the "
+            f"devices of {axes}, in jax.pmap or in jax.shard_map with check_vma=False. There gcjax cannot see whether "
+            "anything else averages it over the workers; if nothing does, the parameters drift apart. Compress all "
+            "parameters, or use jax.shard_map with check_vma=True or gcjax.make_train_step, where it is checked. To "
+            "freeze parameters, use make_train_step(trainable=...)"
+        )
 
 
 def reject_several_devices(updates: PyTree) -> None:

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
+from gcjax._core.chain import Passing, seen
 from gcjax._core.checks import (
     check_countable,
     check_inputs,
     mask_like,
+    reject_hidden,
     reject_partitioned,
     reject_reduced,
     reject_several_devices,
@@ -71,8 +73,9 @@ def compress(
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
-        `sum_grad_squared`, `params` or state of another structure; with `overlap`, messages whose length follows the
-        data; a negative `sum_grad_squared` where its value is known.
+        `sum_grad_squared`, `params` or state of another structure; a state of other options; with `overlap`, messages
+        whose length follows the data; a negative `sum_grad_squared` where its value is known; in `jax.pmap` and with
+        check_vma=False, leaves that `optax.masked` or `optax.partition` hides.
       TypeError: leaves of integer or complex dtype.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
@@ -91,7 +94,9 @@ def compress(
     def new_buckets(layout: Layout) -> tuple[PyTree, ...]:
         return tuple(compressor.init(bucket) for bucket in layout.buckets)
 
-    def init(params: PyTree) -> CompressState:
+    def init(params: PyTree) -> CompressState | Passing:
+        if (looking := seen.get()) is not None:
+            return looking.init(worker_axes + inner_axes)
         if stands_for_params(params):
             return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE)
         layout = layout_of(params)
@@ -104,6 +109,8 @@ def compress(
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
+        if (looking := seen.get()) is not None:
+            return looking.update(updates, state)
         layout = layout_of(updates)
         sum_grad_squared = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, sum_grad_squared)
@@ -116,6 +123,7 @@ def compress(
             reject_several_devices(updates)
         else:
             check_countable(layout.entries)
+            reject_hidden(updates)
         states, axes = tuple(part.unpack() for part in state), state.buckets.axes
         comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
