@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gcjax._core.compressor import Compressor
-from gcjax._core.owned import shared_among
-from gcjax._core.state import CompressState, Waiting
+from gcjax._core.state import CompressState
 from gcjax._jax_compat import partitioned_axes, tracks_variation, unchecked_axes, varying_axes
 from gcjax._kernels.layout import Layout, path_name
 from gcjax._types import PyTree
@@ -55,29 +53,6 @@ def check_inputs(layout: Layout, state: CompressState, params: PyTree, sum_grad_
         _check_not_negative(sum_grad_squared)
 
 
-def check_options(bucket_states: PyTree, compressor: Compressor, layout: Layout, workers: int) -> None:
-    """Raise ValueError if a transform with other options made the state: its own options would be used, silently."""
-    fresh = jax.eval_shape(lambda: shared_among(tuple(map(compressor.init, layout.buckets)), workers))
-    ours, theirs = (str(jax.tree.structure(tree)) for tree in (fresh, bucket_states))
-    if ours != theirs:
-        differ = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-        begin = max(differ - 60, 0)
-        raise ValueError(
-            "the state was initialised by a transform with other options, such as another transport or feedback. Use "
-            "the options that it was made with, or begin with a new state. The state has "
-            f"...{theirs[begin : begin + 120]}..., this transform ...{ours[begin : begin + 120]}..."
-        )
-
-
-def check_waiting(waiting: Waiting | None, next_step: bool) -> None:
-    if (waiting is not None) != next_step:
-        had, has = (f"{'with' if late else 'without'} overlap='next_step'" for late in (not next_step, next_step))
-        raise ValueError(
-            f"the state was initialised {had}, this transform is {has}. Use the option that the state was made with, "
-            "or begin with a new state"
-        )
-
-
 def _check_like_gradient(name: str, tree: PyTree, layout: Layout) -> None:
     if jax.tree.structure(tree) != layout.treedef:
         raise ValueError(
@@ -109,9 +84,23 @@ def reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
                 f"gradient leaf {path_name(path)} does not vary over {reduced}: it has been reduced already, so "
                 "compressing it would save nothing. jax.grad of replicated parameters inside shard_map sums over the "
                 "workers. Take local gradients: gcjax.local_gradients(jax.grad(loss), axis_name=...), "
-                "gcjax.value_and_moments or gcjax.make_train_step. (Inside optax.MultiSteps, whose accumulator is not "
-                "per worker: use make_train_step(accumulate=...) instead.)"
+                "gcjax.value_and_moments or gcjax.make_train_step. (Behind another compressor in the chain: keep one. "
+                "Inside optax.MultiSteps, whose accumulator is not per worker: use make_train_step(accumulate=...) "
+                "instead.)"
             )
+
+
+def reject_hidden(updates: PyTree) -> None:
+    """Raise when leaves are hidden where JAX has no types that would show whether anything else averages them."""
+    hidden = [path for path, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked) if is_masked(x)]
+    if hidden and (axes := unchecked_axes()):
+        raise ValueError(
+            f"optax.masked or optax.partition hides the gradient at {path_name(hidden[0])} from the compressor, on the "
+            f"devices of {axes}, in jax.pmap or in jax.shard_map with check_vma=False. There gcjax cannot see whether "
+            "anything else averages it over the workers; if nothing does, the parameters drift apart. Compress all "
+            "parameters, or use jax.shard_map with check_vma=True or gcjax.make_train_step, where it is checked. To "
+            "freeze parameters, use make_train_step(trainable=...)"
+        )
 
 
 def reject_several_devices(updates: PyTree) -> None:

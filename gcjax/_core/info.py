@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from gcjax._core.options import check_checksum
 from gcjax._core.per_worker import PerWorker
-from gcjax._core.state import CompressState, UpdateReport, compress_states, fresh_report
+from gcjax._core.state import CompressState, UpdateReport, compress_states, fresh_report, options_of
 from gcjax._kernels.floats import TINY
 from gcjax._types import Array, PyTree
 
@@ -176,7 +177,13 @@ def readable_states(opt_state: PyTree) -> list[CompressState]:
         )
     for state in states:
         _reject_replicated(state.report)
+        check_restored(state)
     return states
+
+
+def check_restored(state: CompressState) -> None:
+    """Raise ValueError if the arrays of a state, whose values can be read, are those of other options."""
+    check_checksum(options_of(state), report_of(state).options)
 
 
 def local_parts(x: Array) -> list[Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,10 @@ optax.tree_utils.tree_map_params(lambda params: _placeholder.append(type(params)
 
 
 WHOLE_NODE: Any = "PerWorker"  # a leaf in place of a node
+OTHER_OPTIONS = (
+    "Use the options that the state was made with, or begin with a new state for the compressor: the parameters and "
+    "the rest of the optimiser's state still fit"
+)
 
 
 def stands_for_params(params: PyTree) -> bool:
@@ -63,23 +68,23 @@ class PerWorker:
         """The state of the only worker that the node holds: the inverse of `pack`.
 
         Raises:
-          ValueError: when the node holds several workers.
+          ValueError: when the node holds several workers, or lacks arrays.
         """
         if (workers := self.workers) > 1:
             raise ValueError(
                 f"update got the state of {workers} workers at once. Call it inside jax.shard_map or jax.pmap with "
                 "in_specs=gcjax.state_specs(state), so that every worker sees its own"
             )
-        leaves, treedef = jax.tree.flatten(self.value)
-        return jax.tree.unflatten(treedef, [x.reshape(shape) for x, shape in zip(leaves, self.shapes, strict=True)])
+        return self._rebuilt(lambda x, shape: x.reshape(shape))
+
+    def of_one(self) -> PyTree:
+        """The shapes of one worker's state, as `jax.ShapeDtypeStruct`s."""
+        return self._rebuilt(lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype))
 
     def stacked(self) -> PyTree:
         """The state of all workers that the node holds: leaves of shape (workers, *shape)."""
-        leaves, treedef = jax.tree.flatten(self.value)
         workers = self.workers
-        return jax.tree.unflatten(
-            treedef, [_stacked(x, (workers, *shape)) for x, shape in zip(leaves, self.shapes, strict=True)]
-        )
+        return self._rebuilt(lambda x, shape: _stacked(x, (workers, *shape)))
 
     def mixed(self, mixing: Mixing) -> "PerWorker":
         """The states of `mixing.new` workers, all in the node, made of those of `mixing.old` ones."""
@@ -91,8 +96,24 @@ class PerWorker:
     @property
     def workers(self) -> int:
         """Number of workers whose state the node holds; 1 where no leaf has an entry."""
-        sizes = zip(jax.tree.leaves(self.value), self.shapes, strict=True)
+        sizes = zip(self._leaves(), self.shapes, strict=True)
         return max((math.prod(x.shape) // math.prod(shape) for x, shape in sizes if math.prod(shape)), default=1)
+
+    def _leaves(self) -> list[Array]:
+        """The arrays of `value`. Raises ValueError if there are not as many as `shapes`."""
+        leaves = jax.tree.leaves(self.value)
+        if len(leaves) != len(self.shapes):
+            raise ValueError(
+                f"the state has {len(leaves)} arrays per worker and should have {len(self.shapes)}: a checkpoint of "
+                "other options, such as another transport or feedback, or of another version of gcjax was restored "
+                f"into it. {OTHER_OPTIONS}"
+            )
+        return leaves
+
+    def _rebuilt(self, function: Callable[[Array, tuple[int, ...]], Any]) -> PyTree:
+        """`value` with function(array, shape of one worker's) in place of each array."""
+        parts = [function(x, shape) for x, shape in zip(self._leaves(), self.shapes, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(self.value), parts)
 
 
 def _stacked(x: Array, shape: tuple[int, ...]) -> Array:

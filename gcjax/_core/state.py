@@ -9,6 +9,7 @@ import numpy as np
 
 from gcjax._core.compressor import SendReport
 from gcjax._core.mixing import Mixing
+from gcjax._core.options import meaning
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.symptoms import Symptoms
 from gcjax._types import Array, PyTree
@@ -25,6 +26,7 @@ class UpdateReport(NamedTuple):
       skipped: int32, updates so far that were skipped because some worker's input was not finite.
       saturated: int32, entries of the last update that lie beyond the range of their leaf's dtype, such as float16.
       symptoms: `Symptoms`, signs of mistakes.
+      options: uint32, checksum of the options that made the state.
     """
 
     sent: SendReport
@@ -34,12 +36,14 @@ class UpdateReport(NamedTuple):
     skipped: Array
     saturated: Array
     symptoms: Symptoms
+    options: Array
 
     def mixed(self, mixing: Mixing) -> "UpdateReport":
-        """As before the first update; only skipped steps still count."""
+        """As before the first update; only skipped steps still count, and the options are the same."""
         _reject_shards(self, mixing.old)
         fresh = jax.tree.map(lambda x: jnp.broadcast_to(x, (mixing.new, *jnp.shape(x))), fresh_report(0))
-        kept = mixing.equal({"parameters": self.parameters, "skipped": self.skipped})
+        names = "parameters", "skipped", "options"
+        kept = mixing.equal({name: getattr(self, name) for name in names})
         return fresh._replace(**kept)
 
 
@@ -56,7 +60,7 @@ def _reject_shards(report: UpdateReport, nodes: int) -> None:
         )
 
 
-def fresh_report(parameters: int) -> UpdateReport:
+def fresh_report(parameters: int, options: int = 0) -> UpdateReport:
     """The report before the first update."""
     none, no_bytes = jnp.int32(0), jnp.float32(0)
     return UpdateReport(
@@ -67,6 +71,7 @@ def fresh_report(parameters: int) -> UpdateReport:
         skipped=none,
         saturated=none,
         symptoms=Symptoms.create(),
+        options=jnp.uint32(options),
     )
 
 
@@ -123,6 +128,11 @@ def is_compress_state(node: object) -> bool:
 def reads_squares(tree: PyTree) -> bool:
     """Whether any compressor whose state is in the tree reads `sum_grad_squared`."""
     return any(node.reads_squares for node in compress_states(tree))
+
+
+def options_of(state: CompressState) -> dict[str, str]:
+    """The `meaning` of a state, of one worker or of all."""
+    return meaning(state.buckets.of_one(), bool(state.waiting.shapes))
 
 
 def compress_states(tree: PyTree) -> list[CompressState]:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
+from gcjax._core.chain import Passing, seen
 from gcjax._core.checks import (
     check_countable,
     check_inputs,
-    check_options,
-    check_waiting,
     mask_like,
+    reject_hidden,
     reject_partitioned,
     reject_reduced,
     reject_several_devices,
@@ -20,9 +20,10 @@ from gcjax._core.checks import (
 from gcjax._core.compressor import Compressor
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
+from gcjax._core.options import check_checksum, check_options, checksum, meaning
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
-from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report
+from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report, options_of
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
 from gcjax._kernels.floats import FLOAT_MAX
@@ -73,8 +74,9 @@ def compress(
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
-        `sum_grad_squared`, `params` or state of another structure; with `overlap`, messages whose length follows the
-        data; a negative `sum_grad_squared` where its value is known.
+        `sum_grad_squared`, `params` or state of another structure; a state of other options; with `overlap`, messages
+        whose length follows the data; a negative `sum_grad_squared` where its value is known; in `jax.pmap` and with
+        check_vma=False, leaves that `optax.masked` or `optax.partition` hides.
       TypeError: leaves of integer or complex dtype.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
@@ -94,19 +96,26 @@ def compress(
         buckets, report, waiting = (PerWorker.pack(part, axes) for part in parts)
         return CompressState(buckets, report, waiting, compressor.uses_squares)
 
-    def init(params: PyTree) -> CompressState:
+    def new_buckets(layout: Layout) -> tuple[PyTree, ...]:
+        return tuple(compressor.init(bucket) for bucket in layout.buckets)
+
+    def init(params: PyTree) -> CompressState | Passing:
+        if (looking := seen.get()) is not None:
+            return looking.init(worker_axes + inner_axes)
         if stands_for_params(params):
             return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
-        report = fresh_report(layout.entries)
-        buckets = tuple(compressor.init(bucket) for bucket in layout.buckets)
+        buckets = new_buckets(layout)
+        report = fresh_report(layout.entries, checksum(meaning(buckets, next_step)))
         buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
         waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
         return packed((buckets, report, waiting), axes)
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
+        if (looking := seen.get()) is not None:
+            return looking.update(updates, state)
         layout = layout_of(updates)
         sum_grad_squared = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, sum_grad_squared)
@@ -119,14 +128,17 @@ def compress(
             reject_several_devices(updates)
         else:
             check_countable(layout.entries)
+            reject_hidden(updates)
         states, axes = tuple(part.unpack() for part in (state.buckets, state.report, state.waiting)), state.buckets.axes
         comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
         varying = axes if tracks_variation(axes) else ()
         old_states, old_report, waiting = vary(states, varying)
         check_workers(old_states, comm.size)
-        check_options(old_states, compressor, layout, comm.size)
-        check_waiting(waiting, next_step)
+        options = options_of(state)
+        check_options(meaning(jax.eval_shape(lambda: new_buckets(layout)), next_step), options)
+        if not isinstance(old_report.options, jax.core.Tracer):
+            check_checksum(options, old_report.options)
         reject_reduced(updates, worker_axes + inner_axes)
         if compressor.uses_squares and sum_grad_squared is None:
             warn_of_missing_squares()
@@ -143,6 +155,8 @@ def compress(
         any_bad = (bad % (old_report.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
         if next_step:
             any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
+        is_own = old_report.options == jnp.uint32(checksum(options))  # and not restored from that of other options
+        any_bad = jnp.where(is_own, any_bad, 1)
         if is_single:
             any_bad = when_lowered(any_bad, reject_partitioned)
         claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
@@ -167,6 +181,7 @@ def compress(
             skipped=old_report.skipped + (agreed == 1),
             saturated=count_beyond_range(layout, means),
             symptoms=in_32_bits(old_report.symptoms.after)(largest[1:], comm),
+            options=old_report.options,
         )
         # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
         new = packed(vary((bucket_states, report, waiting), varying), axes)

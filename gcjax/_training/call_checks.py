@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._core.check_training import SCALED, check_symptoms, squares_ratio
+from gcjax._core.info import check_restored
 from gcjax._core.state import compress_states
 from gcjax._core.symptoms import KEPT
 from gcjax._training.bad_steps import SkipLimit
@@ -40,6 +41,7 @@ class CallChecks:
         self._calls = 0  # that did not trace
         self._last: tuple[PyTree, jax.Array] | None = None  # batch of the call before `check_symptoms`, workers' losses
         self._small_early = True
+        self._known: jax.Array | None = None  # `step` of the state that the last call returned
         self._agreed: set = set()  # batch shapes for which all processes were found to run the same program
         # CPU devices of one process share a thread pool. With several steps in flight, collectives can take all of its
         # threads while some device has not begun, and wait for ever. So on CPUs only one step is in flight.
@@ -56,6 +58,9 @@ class CallChecks:
             self._limit.check(state.step, state.skipped, state.params)
         if jax.process_count() > 1:
             self._check_agreement(state, batch)
+        if state.step is not self._known and not _is_traced(state):
+            for own in compress_states(state.opt_state):
+                check_restored(own)
         if self._one_at_a_time:
             jax.block_until_ready((state, batch))  # the batch too: it may be the output of another program
         if self._check_loss is not None and not _is_traced((state, batch)):
@@ -87,8 +92,9 @@ class CallChecks:
         """The result of a test of global arrays, the same on all processes."""
         return bool(jax.jit(test, out_shardings=jax.NamedSharding(self._mesh, jax.P()))(*trees))
 
-    def after(self, batch: PyTree, skipped: jax.Array, losses: jax.Array) -> None:
-        """Note the number of steps skipped in a row, the batch and the losses, of the call that has just returned."""
+    def after(self, state: Any, batch: PyTree, skipped: jax.Array, losses: jax.Array) -> None:
+        """Note the state that a call has returned, how many steps in a row were skipped, its batch and its losses."""
+        self._known = state.step
         if self._limit is not None:
             self._limit.note(skipped)
         if self._check_loss is not None and self._calls == STEPS_TO_CHECK and not _is_traced(losses):

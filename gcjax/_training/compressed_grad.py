@@ -14,6 +14,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments.api import check_samples_lead
+from gcjax._training.chain_check import reject_optimiser, reject_two_compressors
 from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
 from gcjax._training.gradients import (
     GradientFn,
@@ -73,7 +74,8 @@ def compressed_value_and_grad(
         Everything that belongs to samples must come in through `batch`: what the loss closes over is the same on all
         workers.
       tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
-        (`gcjax.local_transform`) and a compressor. It must not contain the optimiser.
+        (`gcjax.local_transform`) and a compressor. It must not contain the optimiser. Clipping may follow the
+        compressor.
       mesh: the devices.
       axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`. The leading axis of the batch is
         split over them.
@@ -95,8 +97,9 @@ def compressed_value_and_grad(
 
     Raises:
       ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
-        are seen to be sharded otherwise than `param_specs` says; from `fn`, a batch that cannot be split evenly, or a
-        state that is not of this mesh.
+        are seen to be sharded otherwise than `param_specs` says; from `init`, a chain that turns the gradient around,
+        as an optimiser does, or that has two compressors; from `fn`, a batch that cannot be split evenly, or a state
+        that is not of this mesh.
       TypeError: `tx` is not a transform, `moments` or a leaf of `param_specs` is something else; from `init` and `fn`,
         a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between
         workers.
@@ -153,6 +156,8 @@ class CompressedGrad:
     def init(self, params: PyTree) -> PyTree:
         """The state of `tx` before the first step, on the mesh."""
         self._check_sharding(params)
+        reject_two_compressors(self._tx, params)
+        reject_optimiser(self._tx, params)
         specs = jax.tree.leaves(self._param_specs, is_leaf=is_spec)
         if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
             return init_sharded(self._tx, params, self._mesh, self._param_specs)

@@ -1,6 +1,7 @@
 """Parameters that are trained, and those that are frozen.
 
-Each of the two is a pytree like the parameters with `optax.MaskedNode`, which has no leaves, in place of the others.
+Each of the two is a pytree like the parameters with None, which has no leaves, in place of the others. An
+`optax.MaskedNode` would look to a compressor like a leaf that `optax.masked` hides from it.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,6 @@ from collections.abc import Callable
 import jax
 import optax
 
-from gcjax._core.checks import is_masked
 from gcjax._types import PyTree
 from gcjax._validation import check_flag
 
@@ -30,8 +30,8 @@ def split_by(trainable: PyTree | Callable[[PyTree], PyTree]) -> Split:
             raise ValueError(f"trainable={flags!r} is not a prefix of the parameters' tree: {error}") from error
         if not any(jax.tree.leaves(flags)):
             raise ValueError(f"trainable={flags!r} freezes all parameters: nothing is left to train")
-        trained = jax.tree.map(lambda x, flag: x if flag else optax.MaskedNode(), params, flags)
-        frozen = jax.tree.map(lambda x, flag: optax.MaskedNode() if flag else x, params, flags)
+        trained = jax.tree.map(lambda x, flag: x if flag else None, params, flags)
+        frozen = jax.tree.map(lambda x, flag: None if flag else x, params, flags)
         return trained, frozen
 
     return split
@@ -41,7 +41,7 @@ def merge_params(trained: PyTree, frozen: PyTree) -> PyTree:
     """The inverse of a split."""
     if frozen is None:
         return trained
-    return jax.tree.map(lambda x, y: y if is_masked(x) else x, trained, frozen, is_leaf=is_masked)
+    return jax.tree.map(lambda x, y: y if x is None else x, trained, frozen, is_leaf=lambda x: x is None)
 
 
 def of_trained(tx: optax.GradientTransformationExtraArgs, split: Split) -> optax.GradientTransformationExtraArgs:

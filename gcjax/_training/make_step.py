@@ -61,7 +61,7 @@ def make_train_step(
         comes back in `Metrics.aux`; over samples and parts it is put together as in `gcjax.value_and_moments`.
       trainable: which parameters are trained: booleans in a pytree like `params` or a prefix, or a function from
         `params` to these; None for all. The others are frozen: they have no gradient and no squares, are not sent, and
-        `tx` sees `optax.MaskedNode` in their place. They may have any dtype.
+        `tx` sees None in their place. They may have any dtype.
       max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: each call looks at the
         result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
       checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
@@ -85,10 +85,11 @@ def make_train_step(
     Raises:
       ValueError: the mesh lacks an axis, or with `check_vma=False` has others than `axis_name`; `accumulate` or
         `max_skipped` is below 1; a dimension of a parameter is sharded over axes of both sorts; (from `init`) a
-        compressor without axis; `trainable` is no prefix of the parameters, or freezes them all; (when called) a batch
-        cannot be split evenly, or lies on one process of several; `loss_fn` is not the mean of its samples, or averages
-        over the workers itself; an update or state of the optimiser would differ between workers; a transform mixes
-        shards of different parameters; the state is not of this mesh.
+        compressor without axis, or two in one chain; `trainable` is no prefix of the parameters, or freezes them all;
+        (when called) a batch cannot be split evenly, or lies on one process of several; `loss_fn` is not the mean of
+        its samples, or averages over the workers itself; an update or state of the optimiser would differ between
+        workers; a transform mixes shards of different parameters; the state is not of this mesh, or was restored from a
+        checkpoint of other options.
       TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
         or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
         of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,

@@ -61,7 +61,7 @@ def init_sharded(
 
     Every shard is compressed by itself, over the axes that the compressor names. So is each copy of a leaf that is not
     sharded; the leaf's update is then the mean over the copies (a dense all-reduce over the other axes). Without JAX's
-    tracking of varying axes (check_vma=False) such leaves are not recognised: keep them out by `optax.partition`.
+    tracking of varying axes (check_vma=False) such leaves are not recognised, and their copies would drift apart.
 
     Args:
       tx: any optax chain. Its compressor names axes over which no parameter is sharded.

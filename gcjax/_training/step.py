@@ -23,6 +23,7 @@ from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import constrain, without_mesh_types
 from gcjax._training.bad_steps import is_spoilt, skipping_bad, where_good
 from gcjax._training.call_checks import CallChecks
+from gcjax._training.chain_check import reject_two_compressors
 from gcjax._training.checks import (
     check_batch,
     check_compressors,
@@ -125,6 +126,7 @@ class TrainStep:
             check_random_key("key", key)
         check_params(params, self._split(params)[0])
         check_model_state(model_state)
+        reject_two_compressors(self._tx, params, lambda params: self._split(params)[0])
         own_state = None if model_state is None else PerWorker.pack(model_state, self._axes)
         if not self._sharding:
             state = TrainState(jnp.int32(0), params, self._tx.init(params), own_state, key)
@@ -144,7 +146,7 @@ class TrainStep:
         self._check_arguments(state, batch)
         self._checks.before(state, batch)
         state, metrics = self._jitted(state, batch)
-        self._checks.after(batch, metrics.skipped, metrics.loss)
+        self._checks.after(state, batch, metrics.skipped, metrics.loss)
         return state, metrics
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:

@@ -52,7 +52,7 @@ class OuterState(NamedTuple):
 
     Attributes:
       anchor: the parameters after the last exchange, the same on all workers, at least float32, with
-        `optax.MaskedNode()` in place of the leaves of other fragments.
+        None in place of the leaves of other fragments.
       outer: state of the outer optimiser.
       compressor: state of the compressor.
       arrived: with a delay, what waits to be mixed in, the same on all workers: the leaves of each bucket, float32, of
@@ -275,11 +275,11 @@ def _count_fragments(fragments: PyTree, local_steps: int) -> int:
 
 
 def _part(fragments: PyTree, count: int, number: int) -> Callable[[PyTree], PyTree]:
-    """tree -> the tree with `optax.MaskedNode()` in place of the leaves of other fragments."""
+    """tree -> the tree with None in place of the leaves of other fragments."""
 
     def part(tree: PyTree) -> PyTree:
         numbers = _fragment_of_leaves(fragments, count, tree)
-        return jax.tree.map(lambda x, own: x if own == number else optax.MaskedNode(), tree, numbers)
+        return jax.tree.map(lambda x, own: x if own == number else None, tree, numbers)
 
     return part
 

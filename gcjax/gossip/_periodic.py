@@ -74,7 +74,7 @@ class Exchange(NamedTuple):
     Attributes:
       run: run(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
       at: number of the first update in which it runs, counted from 1; at most 2 * local_steps.
-      part: part(tree) -> the tree with `optax.MaskedNode()` in place of the leaves that the exchange leaves alone.
+      part: part(tree) -> the tree with None in place of the leaves that the exchange leaves alone.
     """
 
     run: Callable[[ExchangeInput, Any], ExchangeResult]

@@ -1,11 +1,15 @@
 """Bad use raises, with the value and the cure in the message."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import mesh_of
+from harness import Runner, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import gcjax
@@ -164,16 +168,80 @@ def test_placing_state_on_a_mesh_without_its_axis_raises():
 
 
 @pytest.mark.parametrize(
-    ("make", "made_with", "used_with"),
+    ("make", "made_with", "used_with", "difference"),
     [
-        (gcjax.variance_compress, {"transport": "all_gather"}, {"transport": "two_phase"}),
-        (gcjax.variance_compress, {"feedback": True}, {"feedback": False}),
-        (gcjax.ef_sign_compress, {"transport": "all_gather"}, {"transport": "auto"}),
+        (
+            gcjax.variance_compress,
+            {"transport": "all_gather"},
+            {"transport": "two_phase"},
+            "its buckets.0.transport.name is 'all_gather', that of this transform 'two_phase'",
+        ),
+        (gcjax.variance_compress, {"feedback": True}, {"feedback": False}, "buckets.0.reset is _FeedbackReset"),
+        (
+            gcjax.ef_sign_compress,
+            {"transport": "all_gather"},
+            {"transport": "auto"},
+            "shape_for is None, .*_from_three",
+        ),
+        (
+            gcjax.drive_compress,
+            {"key": jax.random.key(0), "feedback": True},
+            {"key": jax.random.key(0), "feedback": False},
+            r"error is \(1, 32, 128\), that of this transform \(1,\)",
+        ),
     ],
 )
-def test_a_state_of_other_options_is_refused(make, made_with, used_with):
-    with pytest.raises(ValueError, match="initialised by a transform with other options, such as another transport"):
+def test_a_state_of_other_options_is_refused(make, made_with, used_with, difference):
+    message = f"initialised by a transform with other options, such as another transport or feedback: .*{difference}"
+    with pytest.raises(ValueError, match=message):
         make(**used_with).update(G, make(**made_with).init(G))
+
+
+def as_restored(state):
+    """The state as if its arrays came from a checkpoint of other options."""
+    return optax.tree.set(state, options=optax.tree.get(state, "options") ^ 1)
+
+
+def test_arrays_of_other_options_are_refused():
+    tx = gcjax.top_k_compress(0.5)
+    with pytest.raises(ValueError, match=r"were made with other options than the state.*0x.*A checkpoint of other opt"):
+        tx.update(G, as_restored(tx.init(G)))
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
+@pytest.mark.parametrize("overlap", [None, "next_step"])
+def test_a_traced_step_on_arrays_of_other_options_trains_nothing(overlap, mode):
+    tx = gcjax.top_k_compress(0.5, transport="all_gather", overlap=overlap, axis_name="data")
+    runner, gradients = Runner(tx, G, 4, mode), jax.tree.map(lambda x: np.stack([x] * 4), G)
+    for step in range(2):  # with overlap, nothing waits in the first
+        before = runner.state = as_restored(runner.state) if step == 0 else runner.state
+        assert all(np.isnan(x).all() for x in jax.tree.leaves(runner.step(gradients)))
+        jax.tree.map(np.testing.assert_array_equal, runner.state.buckets, before.buckets)
+    with pytest.raises(ValueError, match="were made with other options than the state"):
+        gcjax.info(runner.state)
+
+
+CHECKSUMS = """
+import jax, gcjax, optax
+key = jax.random.key(0)
+for tx in (gcjax.variance_compress(), gcjax.qsgd_compress(4, key=key), gcjax.dgc_compress(0.1), gcjax.demo_compress(1)):
+    print(optax.tree.get(tx.init({"w": jax.numpy.ones(5000), "b": jax.numpy.ones(3)}), "options")[0])
+"""
+
+
+def test_the_checksum_of_the_options_is_the_same_in_every_process():
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", CHECKSUMS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    (checksums,) = seen
+    assert len(set(checksums.split())) == 4
 
 
 def test_a_state_is_placed_once():

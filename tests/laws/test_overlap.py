@@ -118,9 +118,9 @@ def test_squares_wait_with_their_gradient():
 def test_a_state_without_waiting_gradient_is_refused():
     grads = {"a": np.ones(40, np.float32)}
     plain, ahead = (gcjax.top_k_compress(0.1, overlap=overlap) for overlap in (None, "next_step"))
-    with pytest.raises(ValueError, match="initialised without overlap='next_step', this transform is with"):
+    with pytest.raises(ValueError, match="its overlap is None, that of this transform 'next_step'"):
         ahead.update(grads, plain.init(grads))
-    with pytest.raises(ValueError, match="initialised with overlap='next_step', this transform is without"):
+    with pytest.raises(ValueError, match="its overlap is 'next_step', that of this transform None"):
         plain.update(grads, ahead.init(grads))
 
 

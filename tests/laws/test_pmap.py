@@ -132,3 +132,62 @@ def test_stacked_states_outside_pmap_raise():
     tx = METHODS["top_k"]
     with pytest.raises(ValueError, match="update got the state of 8 workers at once"):
         tx.update(params_of(), jax.pmap(tx.init, axis_name="data")(stacked(params_of())))
+
+
+FIRST = {"first": True, "second": False}
+HIDING = {
+    "masked": lambda compress: optax.masked(compress, FIRST),
+    "partition": lambda compress: optax.partition(
+        {True: compress, False: gcjax.dense_compress(axis_name="data")}, FIRST
+    ),
+}
+
+
+def update_on(workers, tx, mode):
+    """Trace an update with the gradient of every worker its own."""
+    over = {"axis_name": "data", "devices": jax.devices()[:workers]}
+
+    def update(worker, params):
+        gradient = jax.tree.map(lambda x: x * (1 + worker), params)
+        return tx.update(gradient, tx.init(params))[0]
+
+    if mode == "pmap":
+        return jax.pmap(lambda worker: update(worker, params_of()), **over)(jnp.arange(workers))
+    run = jax.shard_map(
+        lambda workers: update(workers[0], params_of()),
+        mesh=mesh_of(workers),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=mode == "shard_map",
+    )
+    return jax.eval_shape(run, jax.device_put(jnp.arange(workers), jax.NamedSharding(mesh_of(workers), P("data"))))
+
+
+@pytest.mark.parametrize("mode", ["pmap", "shard_map without types"])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_hidden_leaves_are_refused_where_jax_has_no_types_for_them(hiding, mode):
+    tx = HIDING[hiding](METHODS["top_k"])
+    message = (
+        r"hides the gradient at \['second'\] from the compressor, on the devices of \{'data': 4\}.*check_vma=True or"
+    )
+    with pytest.raises(ValueError, match=message):
+        update_on(4, tx, mode)
+    update_on(4, METHODS["top_k"], mode)
+    update_on(1, tx, mode)
+
+
+def test_jax_sees_leaves_that_nothing_averages():
+    update_on(4, HIDING["partition"](METHODS["top_k"]), "shard_map")
+    with pytest.raises(ValueError, match="could not infer replication"):
+        update_on(4, HIDING["masked"](METHODS["top_k"]), "shard_map")
+
+
+def test_leaves_that_have_no_gradient_are_not_hidden():
+    """A tree with None in place of frozen parameters, as `make_train_step(trainable=...)` makes it."""
+
+    def update(gradient):
+        gradient = {"first": gradient["first"], "second": None}
+        return METHODS["top_k"].update(gradient, METHODS["top_k"].init(gradient))[0]
+
+    updates = jax.pmap(update, axis_name="data")(stacked(params_of()))
+    assert updates["second"] is None

@@ -11,6 +11,7 @@ import pytest
 from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_laws import METHODS
 from wire import along
 
 import gcjax
@@ -269,3 +270,93 @@ def test_aux_whose_samples_are_not_in_front_raises():
     fn = gcjax.compressed_value_and_grad(loss, tx, mesh, has_aux=True, moments=None)
     with pytest.raises(ValueError, match=r"aux of shape \(3, 2\) for a part of the batch, and \(3, 4\).*transpose"):
         jax.jit(fn)(jnp.ones(3), fn.init(jnp.ones(3)), jnp.ones((4, 3)))
+
+
+def warmed_up(rate=0.1):
+    return optax.linear_schedule(0.0, rate, 1000)
+
+
+def by_name(one, other):
+    return optax.partition(
+        {"a": one, "rest": other},
+        lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "a" if path[0].key == "a" else "rest", params),
+    )
+
+
+TOP = gcjax.top_k_compress(0.5, axis_name="data")
+UPHILL = r"tx turns the gradient around at \['.'\], as an optimiser does.*optimizer\.update\(grads, opt_state, params\)"
+
+
+SGD = optax.chain(TOP, optax.sgd(0.1))
+OPTIMISERS = {
+    "sgd": SGD,
+    "sgd, warmed up": optax.chain(TOP, optax.sgd(warmed_up())),
+    "momentum": optax.chain(TOP, optax.sgd(0.1, momentum=0.9)),
+    "adam": optax.chain(TOP, optax.adam(0.1)),
+    "adamw, warmed up": optax.chain(TOP, optax.adamw(warmed_up())),
+    "noisy_sgd": optax.chain(TOP, optax.noisy_sgd(0.1, key=jax.random.key(0))),
+    "sign_sgd": optax.chain(TOP, optax.sign_sgd(0.1)),
+    "polyak_sgd": optax.chain(TOP, optax.polyak_sgd()),
+    "clipping, small steps": optax.chain(TOP, optax.clip_by_global_norm(1e-3), optax.sgd(1e-9)),
+    "of some parameters": by_name(SGD, TOP),
+    "of others": by_name(TOP, SGD),
+    "hyperparameters": optax.inject_hyperparams(lambda rate: optax.chain(TOP, optax.sgd(rate)))(0.1),
+    "MultiSteps": optax.chain(TOP, optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()),
+    "scale_first": gcjax.scale_first(optax.clip(1.0), optax.chain(TOP, optax.scale(-0.1))),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_chain_with_an_optimiser_is_refused(name):
+    fn = gcjax.compressed_value_and_grad(loss_fn, OPTIMISERS[name], mesh_of(2), moments=None)
+    for init in (fn.init, lambda params: jax.eval_shape(fn.init, params)):
+        with pytest.raises(ValueError, match=UPHILL):
+            init(params_of())
+
+
+QSGD = gcjax.qsgd_compress(4, key=jax.random.key(0), axis_name="data")
+
+
+@pytest.mark.parametrize("tx", [optax.chain(TOP, optax.clip(1.0), QSGD), optax.chain(TOP, TOP)])
+def test_a_chain_of_two_compressors_is_refused(tx):
+    fn = gcjax.compressed_value_and_grad(loss_fn, tx, mesh_of(2), moments=None)
+    with pytest.raises(
+        ValueError, match=r"two compressors in one chain, and the gradient at \['a'\] passes through both"
+    ):
+        fn.init(params_of())
+
+
+def only_matrices(updates, state, params=None):
+    """A transform that does not take the small arrays of a look at the chain."""
+    if updates["a"].shape != SHAPES["a"]:
+        raise ValueError("no")
+    return jax.tree.map(jnp.negative, updates), state
+
+
+LEGAL = {
+    **{row.name: row.make("data") for row in METHODS},
+    "clipping after": optax.chain(TOP, optax.clip_by_global_norm(1.0), optax.zero_nans()),
+    "unit-wise clipping, noise and a schedule after": optax.chain(
+        TOP, optax.adaptive_grad_clip(0.1), optax.add_noise(1e4, 0.0, key=0), optax.scale_by_schedule(warmed_up())
+    ),
+    "weight decay after": optax.chain(TOP, optax.add_decayed_weights(-100.0)),
+    "momentum after": optax.chain(TOP, optax.trace(0.9)),
+    "Adam's scaling after": optax.chain(TOP, optax.scale_by_adam()),
+    "momentum before": optax.chain(gcjax.local_transform(optax.trace(0.9), "data"), TOP),
+    "clipping before": gcjax.scale_first(optax.clip_by_global_norm(1.0), variance("data")),
+    "hyperparameters": optax.inject_hyperparams(gcjax.variance_compress, static_args=("axis_name", *TX))(
+        alpha=1.0, axis_name="data", **TX
+    ),
+    "partition": by_name(TOP, gcjax.dense_compress(axis_name="data")),
+    "masked": optax.chain(
+        optax.masked(TOP, {"a": True, "b": False, "c": False}),
+        optax.masked(gcjax.dense_compress(axis_name="data"), {"a": False, "b": True, "c": True}),
+    ),
+    "centralised": optax.chain(TOP, optax.centralize()),
+    "shapes that do not fit": optax.chain(TOP, optax.GradientTransformation(lambda _: (), only_matrices)),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_chain_that_returns_the_gradient_is_not(name):
+    gcjax.compressed_value_and_grad(loss_fn, LEGAL[name], mesh_of(2), moments=None).init(params_of())

@@ -239,6 +239,32 @@ def test_common_optax_chains_work(chain):
         assert all(np.array_equal(shards[0], s) for s in shards)
 
 
+TWO = "two compressors in one chain, and the gradient at .* passes through both.*Keep one of the two.*optax.partition"
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda compress: optax.chain(compress, gcjax.dense_compress(axis_name="data"), optax.sgd(0.1)),
+        lambda compress: optax.chain(CHAINS["partition"](compress), compress),
+        lambda compress: optax.MultiSteps(optax.chain(compress, optax.sgd(0.1), compress), 2),
+    ],
+    ids=["chain", "around partition", "inside MultiSteps"],
+)
+@pytest.mark.parametrize("trainable", [None, {"w": True, "b": False}])
+def test_two_compressors_in_one_chain_are_refused(chain, trainable):
+    tx = chain(gcjax.variance_compress(axis_name="data", capacity=256))
+    params = {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=TWO):
+        gcjax.make_train_step(loss_fn, tx, mesh_of(2), trainable=trainable).init(params)
+
+
+def test_two_compressors_of_different_axes_are_two_levels():
+    mesh = jax.make_mesh((2, 2), ("slow", "fast"))
+    tx = optax.chain(*(gcjax.dense_compress(axis_name=axis) for axis in ("fast", "slow")), optax.sgd(0.1))
+    gcjax.make_train_step(loss_fn, tx, mesh, axis_name=("slow", "fast")).init(PARAMS)
+
+
 def test_local_gradients_are_not_summed():
     def loss(w, x):
         return jnp.sum(w * x)
