@@ -87,7 +87,8 @@ def send(x: Array, destinations: Sequence[int], axis_names: tuple[str, ...]) -> 
       axis_names: mesh axes of the workers.
     """
     number, in_order = list(range(len(destinations))), axis_names
-    if len(axis_names) > 1:  # `lax.ppermute` counts in the order of the mesh's axes, and since JAX 0.12 wants them in that order
+    if len(axis_names) > 1:
+        # `lax.ppermute` counts in the order of the mesh's axes, and since JAX 0.12 wants them in that order.
         in_mesh = jax.sharding.get_abstract_mesh().axis_names
         in_order = tuple(sorted(axis_names, key=in_mesh.index))
         sizes = [axis_size((name,)) for name in axis_names]
