@@ -33,7 +33,11 @@ T = TypeVar("T")
 
 
 class UntestedJaxWarning(UserWarning):
-    """The installed JAX is of a newer series than those with which gcjax was tested."""
+    """The installed JAX is of a newer series than those with which gcjax was tested; issued on import.
+
+    >>> import warnings, gcjax
+    >>> warnings.simplefilter("ignore", gcjax.UntestedJaxWarning)
+    """
 
 
 def needed(name: str) -> Any:
