@@ -209,8 +209,8 @@ def local_sgd(
         number: int, sends: bool, mixes: bool, inputs: ExchangeInput, states: tuple[OuterState, ...]
     ) -> ExchangeResult:
         """Send the fragment of this number, mix in what has arrived of it, or both."""
-        state, words = states[number], jnp.uint32(0)
-        arrived = state.arrived
+        words: ArrayLike = jnp.uint32(0)
+        state, arrived = states[number], states[number].arrived
         if sends:
             arrived, state, words = send(inputs, state)
         if mixes:
