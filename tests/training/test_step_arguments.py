@@ -224,10 +224,13 @@ def test_model_state_must_keep_its_shapes():
         step(step.init(PARAMS, model_state={"n": jnp.zeros(2, jnp.bfloat16)}), BATCH)
 
 
-def test_a_random_key_is_no_model_state():
+def test_a_random_key_is_no_model_state_and_no_parameter():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
-    with pytest.raises(TypeError, match=r"model_state\['rng'\] is a random key.*give step.init\(key=...\)"):
-        step.init(PARAMS, model_state={"rng": jax.random.key(0)})
+    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*nnx\.reseed\(model"
+    with pytest.raises(TypeError, match=rf"model_state\['rng'\] is a random key.*{cure}"):
+        step.init(PARAMS, model_state=rng)
+    with pytest.raises(TypeError, match=rf"params\['rng'\] is a random key, which cannot be trained.*{cure}"):
+        step.init(PARAMS | rng)
 
 
 def test_a_batch_without_arrays_is_named():
