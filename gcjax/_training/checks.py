@@ -130,7 +130,11 @@ def check_params(params: PyTree, trained: PyTree) -> None:
     """Raise TypeError for a parameter that is no array, or that is to be trained and has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         check_is_array(path, leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    for path, leaf in leaves:  # first, as counters come with keys
+        if _is_key(leaf):
+            raise TypeError(f"params{jax.tree_util.keystr(path)} is a random key, which cannot be trained. {_OWN_KEYS}")
+    for path, leaf in leaves:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which cannot be trained; make "
@@ -141,11 +145,23 @@ def check_params(params: PyTree, trained: PyTree) -> None:
 def check_model_state(model_state: PyTree) -> None:
     """Raise TypeError for a random key in the model state: all workers and samples would draw the same from it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        if _is_key(leaf):
             raise TypeError(
                 f"model_state{jax.tree_util.keystr(path)} is a random key, which would be the same for all workers and "
-                "samples; keep it out of the model state, and give step.init(key=...) for a key for each"
+                f"samples. {_OWN_KEYS}"
             )
+
+
+def _is_key(leaf: object) -> bool:
+    return jax.dtypes.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+
+
+_OWN_KEYS = (
+    "Leave random keys out of both, and give step.init(key=...): loss_fn(params, batch, key=...) then gets another key "
+    "for each worker, step and sample. With Flax NNX: graphdef, params, rest = nnx.split(model, nnx.Param, ...); in "
+    "loss_fn: model = nnx.merge(graphdef, params, rest, copy=True), then nnx.reseed(model, default=key) if the model "
+    "was made with nnx.Rngs(0), or dropout=key for a stream of that name"
+)
 
 
 def checked_specs(param_specs: PyTree, mesh: jax.sharding.Mesh) -> list[PartitionSpec]:

@@ -62,7 +62,12 @@ def uniform_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
         options = {} if inputs.key is None else {"key": inputs.key}
         if inputs.model_state is not None:
             options["model_state"] = inputs.model_state
-        out = loss_fn(merge_params(trained, inputs.frozen), inputs.batch, **options)
+        try:
+            out = loss_fn(merge_params(trained, inputs.frozen), inputs.batch, **options)
+        except ValueError as error:
+            if any(text in str(error) for text in _OF_LAYOUTS):
+                raise ValueError(_LAYOUT.format(error)) from error
+            raise
         parts = ["loss", *["model_state"] * (inputs.model_state is not None), *["aux"] * has_aux]
         if len(parts) == 1:
             out = (out,)
@@ -77,6 +82,17 @@ def uniform_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
     return loss
 
 
+_OF_LAYOUTS = (  # in what JAX says of `with_sharding_constraint` and `reshard` where axes are manual
+    "passed to with_sharding_constraint can only refer to Auto axes",
+    "passed to reshard cannot contain axis names that are of type",
+    "`manual_axis_type` field of ShapedArray should be of type `Manual`",
+)
+_LAYOUT = (
+    "loss_fn lays an array out over the mesh (jax.lax.with_sharding_constraint or jax.reshard), but sees one worker's "
+    "part, and in make_train_step one device's: leave the layout out, or use gcjax.compressed_value_and_grad, which "
+    "leaves all axes but axis_name to JAX. There, give a layout along the other axes as a jax.P, not as a "
+    "jax.NamedSharding. JAX says: {}"
+)
 _RETURNS = "It returns model_state if init got one, and aux with make_train_step(has_aux=True)"
 
 

@@ -231,6 +231,58 @@ def test_nnx_on_one_device():
     assert gcjax.info(optimizer.opt_state).sent > 0
 
 
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(36, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize("stream", ["default", "dropout"])
+@pytest.mark.parametrize("squares", [False, True])
+def test_dropout_of_nnx_draws_for_each_worker_step_and_sample(squares, stream):
+    rngs = nnx.Rngs(0) if stream == "default" else nnx.Rngs(params=0, dropout=1)
+    graphdef, params, rest = nnx.split(Dropped(rngs), nnx.Param, ...)
+
+    def loss_fn(params, batch, key):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        nnx.reseed(model, **{stream: key})
+        out = model(batch["image"].reshape(-1, 36))
+        return cross_entropy(out, batch["label"]), out == 0
+
+    tx = optax.chain(variance() if squares else gcjax.top_k_compress(0.25, axis_name="data"), optax.adam(1e-2))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(WORKERS), has_aux=True)
+    state, masks = step.init(params, key=jax.random.key(1)), []
+    for batch in batches(3):
+        state, metrics = step(state, batch)
+        masks.append(np.asarray(metrics.aux).reshape(-1, 64))
+    found = np.concatenate(masks)  # of all steps, workers and samples
+    assert abs(found.mean() - 0.5) < 0.05
+    assert len(np.unique(found, axis=0)) == len(found)
+    with pytest.raises(TypeError, match="is a random key, which cannot be trained"):
+        step.init(nnx.split(Dropped(rngs))[1])
+
+
+def test_batchnorm_and_dropout_of_nnx_train_in_a_step():
+    graphdef, params, stats, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat, ...)
+
+    def loss_fn(params, batch, key, model_state):
+        model = nnx.merge(graphdef, params, model_state, rest, copy=True)
+        nnx.reseed(model, default=key)
+        loss = cross_entropy(model(batch["image"]), batch["label"])
+        return loss, nnx.state(model, nnx.BatchStat)
+
+    tx = optax.chain(gcjax.top_k_compress(0.25, axis_name="data"), optax.adam(1e-2))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(WORKERS))
+    state, losses = step.init(params, model_state=stats, key=jax.random.key(1)), []
+    for batch in batches(8):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss.mean()))
+    assert losses[-1] < 0.8 * losses[0]
+    assert jax.tree.leaves(state.model_state.stacked())[0].any()
+
+
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_optimizer_states_are_serialised():
     mesh = mesh_of(WORKERS)

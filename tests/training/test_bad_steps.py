@@ -143,6 +143,7 @@ def test_state_of_which_entries_become_equal_or_constant_stays_as_it_was():
 
 @pytest.mark.parametrize("options", [{"moments": None}, {"accumulate": 2}], ids=str)
 @pytest.mark.sample(1)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_bad_steps_are_skipped_in_every_mode(options):
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), **options)
     state, metrics = step(step.init(PARAMS), batch_of(0, "x"))
@@ -221,6 +222,7 @@ def running_loss(params, batch, *, model_state):
 RUNNING = {"mean": jnp.zeros(5), "steps": jnp.int32(0)}
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_all_of_the_model_state_stays_in_a_bad_step():
     step = gcjax.make_train_step(running_loss, CHAINS["adam"](), mesh_of(WORKERS), moments=None)
     state, _ = step(step.init(PARAMS, model_state=RUNNING), batch_of(0))

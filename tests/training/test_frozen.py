@@ -54,6 +54,7 @@ TRANSFORMS = {
     ids=str,
 )
 @pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_only_trained_parameters_change_are_sent_and_have_state(transform, options):
     step = gcjax.make_train_step(loss_fn, TRANSFORMS[transform](), mesh_of(4), trainable=HEAD, **options)
     state, losses = step.init(PARAMS), []
@@ -69,6 +70,7 @@ def test_only_trained_parameters_change_are_sent_and_have_state(transform, optio
 
 
 @pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_frozen_parameters_are_not_differentiated(moments):
     def of_kernel_size(trainable):
         step = gcjax.make_train_step(loss_fn, chain(), mesh_of(4), trainable=trainable, moments=moments)
@@ -82,6 +84,7 @@ def test_frozen_parameters_are_not_differentiated(moments):
 
 @pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
 @pytest.mark.sample(1)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_training_a_part_is_training_the_part_alone(moments):
     def head_loss(head, batch):
         return loss_fn({"body": PARAMS["body"], "head": head}, batch)

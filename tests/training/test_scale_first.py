@@ -106,6 +106,7 @@ def test_each_worker_clips_by_its_own_norm():
     assert gcjax.info(runner.state).sent.tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_leaves_may_be_masked_and_squares_left_out():
     params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
     inner = gcjax.scale_first(optax.scale(0.5), gcjax.variance_compress())

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
+from jax.sharding import AxisType
 
 import gcjax
 from gcjax._hlo import collectives
@@ -74,7 +75,7 @@ def test_an_argument_that_is_not_a_transform_raises(make):
 def test_transforms_in_the_wrong_place_raise(case):
     make, says = TRANSFORMS[case]
     with pytest.raises(ValueError, match=says):
-        first_step(tx=make(), moments=None)
+        first_step(tx=make())
 
 
 MATRIX = {"w": jnp.ones((3, 2)), "b": jnp.zeros((1, 2))}
@@ -183,6 +184,37 @@ def test_a_loss_that_returns_something_else_raises(moments):
                 first_step(loss, moments=moments, **options)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("place", [jax.lax.with_sharding_constraint, jax.reshard])
+@pytest.mark.parametrize("whole", [True, False], ids=["NamedSharding", "PartitionSpec"])
+def test_a_layout_in_the_loss_is_named_and_works_under_plain_jit(kind, place, whole):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind, kind))
+
+    def laid_out(sharding):
+        return lambda w, x: jnp.mean(place(jnp.tanh(x @ w), sharding) ** 2)
+
+    tx, w, x = variance(), jnp.ones((3, 4)), BATCH["x"]
+    own, cure = (
+        jax.P(None, "model"),
+        r"lays an array out over the mesh .*compressed_value_and_grad.*as a jax\.P.*JAX says",
+    )
+    named = jax.NamedSharding(mesh, own) if whole else own
+    step = gcjax.make_train_step(laid_out(named), tx, mesh)
+    with pytest.raises(ValueError, match=cure):
+        step(step.init(w), x)
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    right = (place is jax.reshard) == (kind == AxisType.Explicit)  # each is for axes of one kind
+    if right:
+        fn = gcjax.compressed_value_and_grad(laid_out(own), tx, mesh)
+        _, grad, _ = jax.jit(fn)(w, fn.init(w), x)
+        plain = gcjax.compressed_value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), tx, mesh)
+        np.testing.assert_allclose(grad, jax.jit(plain)(w, plain.init(w), x)[1], rtol=1e-5)
+    if whole or not right:
+        fn = gcjax.compressed_value_and_grad(laid_out(named), tx, mesh)
+        with pytest.raises(ValueError, match=cure):
+            jax.jit(fn)(w, fn.init(w), x)
+
+
 def test_model_state_must_keep_its_shapes():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), {"n": jnp.zeros(2)}))
     says = r"model_state of {'n': '%s'} and returned one of {'n': 'float32\[2\]'}"
@@ -192,10 +224,13 @@ def test_model_state_must_keep_its_shapes():
         step(step.init(PARAMS, model_state={"n": jnp.zeros(2, jnp.bfloat16)}), BATCH)
 
 
-def test_a_random_key_is_no_model_state():
+def test_a_random_key_is_no_model_state_and_no_parameter():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
-    with pytest.raises(TypeError, match=r"model_state\['rng'\] is a random key.*give step.init\(key=...\)"):
-        step.init(PARAMS, model_state={"rng": jax.random.key(0)})
+    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*nnx\.reseed\(model"
+    with pytest.raises(TypeError, match=rf"model_state\['rng'\] is a random key.*{cure}"):
+        step.init(PARAMS, model_state=rng)
+    with pytest.raises(TypeError, match=rf"params\['rng'\] is a random key, which cannot be trained.*{cure}"):
+        step.init(PARAMS | rng)
 
 
 def test_a_batch_without_arrays_is_named():
@@ -238,7 +273,7 @@ def test_a_state_that_is_not_of_the_mesh_raises():
 
 
 def test_a_parameter_without_gradient_raises():
-    step = make_step(moments=None)
+    step = make_step()
     with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32, which cannot be trained.*trainable="):
         step.init(PARAMS | {"n": jnp.int32(3)})
     with pytest.raises(TypeError, match=r"leaf \['f'\] is <.*tanh.*, not an array.*equinox.partition"):
@@ -263,6 +298,7 @@ def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_what_the_loss_returns_beside_itself_comes_back(moments, accumulate, with_state):
     def loss(params, batch, model_state=None):
         errors = errors_of(params, batch)
