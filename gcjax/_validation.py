@@ -78,6 +78,12 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_function(name: str, value: object, example: str) -> None:
+    """Raise TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, such as {example}, got {value!r}")
+
+
 def check_transform(name: str, value: object) -> None:
     """Raise TypeError unless `value` is an optax transform."""
     if not (hasattr(value, "init") and hasattr(value, "update")):

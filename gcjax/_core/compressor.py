@@ -1,6 +1,7 @@
 """What a method is: the protocol of a compressor, and what it reports."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -108,3 +109,45 @@ class Compressor(NamedTuple):
     init: InitFn
     update: UpdateFn
     uses_squares: bool = False
+
+
+def checked(compressor: Compressor) -> Compressor:
+    """A method whose functions raise TypeError where they do not return what `Compressor` asks for."""
+    if not isinstance(compressor, Compressor):
+        raise TypeError(
+            "compress takes a Compressor, as gcjax.extend.sparse_method and gcjax.extend.dense_codec return it, got "
+            f"{compressor!r}"
+        )
+
+    def init(bucket):
+        state = compressor.init(bucket)
+        lacking = [name for name in ("bucket", "residual") if name not in dir(state)]
+        if lacking or jax.tree_util.all_leaves([state]):
+            what = f"without {' and '.join(lacking)}" if lacking else "not registered by jax.tree_util"
+            raise TypeError(
+                f"init of a method must return a pytree node with the attributes bucket and residual, such as "
+                f"gcjax.extend.CodecState, got a {type(state).__name__} {what}"
+            )
+        return state
+
+    def update(gradient, sum_grad_squared, state, comm, all_finite):
+        result = compressor.update(gradient, sum_grad_squared, state, comm, all_finite)
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise TypeError(f"update of a method must return (update, state, report), got {_kind(result)}")
+        got, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (result[0], gradient))
+        if got != wanted:
+            other, leaf = next((x, y) for x, y in itertools.zip_longest(got, wanted) if x != y)
+            raise TypeError(
+                "update of a method must return an array for each leaf of the gradient, of its shape: got "
+                f"{len(got)} for {len(wanted)}, the first wrong one {other} for {leaf}. Bucket.split cuts an array of "
+                "the bucket's shape into its leaves"
+            )
+        if not isinstance(result[2], SendReport):
+            raise TypeError(f"update of a method must return a SendReport, as dense_report, got {result[2]!r}")
+        return result
+
+    return Compressor(init, update, compressor.uses_squares)
+
+
+def _kind(result: object) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"

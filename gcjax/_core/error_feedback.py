@@ -102,6 +102,7 @@ def dense_codec(
 
     Raises:
       ValueError: for an unknown transport.
+      TypeError: (from `update`) `encode` or `decode` returns something else.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> def encode(x, bucket, key):  # the signs
@@ -113,7 +114,8 @@ def dense_codec(
     [ 1. -1.]
     """
     check_transport(transport)
-    codec = _Codec(encode, encode_mean or encode, decode, feedback)
+    encode, decode = _checked_encode(encode), _checked_decode(decode)
+    codec = _Codec(encode, encode if encode_mean is None else _checked_encode(encode_mean), decode, feedback)
 
     def init(bucket):
         error = jnp.zeros(bucket.shape if feedback else 1)
@@ -139,6 +141,32 @@ def dense_codec(
         return mean, new, dense_report(bucket.entries, bits)
 
     return Compressor(init, update)
+
+
+def _checked_encode(encode: Encode) -> Encode:
+    def run(x, bucket, key):
+        result = encode(x, bucket, key)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                "encode must return (payload, bits), a uint32 vector and its length in bits without padding, got "
+                f"{result!r}"
+            )
+        return result
+
+    return run
+
+
+def _checked_decode(decode: Decode) -> Decode:
+    def run(payload, bucket):
+        x = decode(payload, bucket)
+        if jnp.shape(x) != bucket.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise TypeError(
+                f"decode must return floats of the bucket's shape {bucket.shape}, got {jnp.result_type(x)}"
+                f"{list(jnp.shape(x))}"
+            )
+        return x
+
+    return run
 
 
 class _Codec(NamedTuple):

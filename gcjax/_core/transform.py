@@ -17,7 +17,7 @@ from gcjax._core.checks import (
     reject_reduced,
     reject_several_devices,
 )
-from gcjax._core.compressor import Compressor
+from gcjax._core.compressor import Compressor, checked
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.options import check_checksum, check_options, checksum, meaning
@@ -71,13 +71,15 @@ def compress(
 
     Raises:
       ValueError: one axis is named twice; an unknown `overlap`.
+      TypeError: `compressor` is not a `Compressor`.
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
         `sum_grad_squared`, `params` or state of another structure; a state of other options; with `overlap`, messages
         whose length follows the data; a negative `sum_grad_squared` where its value is known; in `jax.pmap` and with
         check_vma=False, leaves that `optax.masked` or `optax.partition` hides.
-      TypeError: leaves of integer or complex dtype.
+      TypeError: leaves of integer or complex dtype; a method whose functions return something else than `Compressor`
+        says.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> top = gx.sparse_method(lambda a, step, bucket: gx.top_k_mask(a, 1), capacity=lambda bucket: 1)
@@ -90,6 +92,7 @@ def compress(
     next_step = overlap is not None
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
+    compressor = checked(compressor)
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
     def packed(parts: tuple[PyTree, ...], axes: tuple[str, ...]) -> CompressState:

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from gcjax._kernels.bits import LANES, WORD
 from gcjax._kernels.buckets import Bucket
@@ -43,6 +46,9 @@ def capacities_for(capacity: float | tuple[int, ...] | None, entries: int) -> tu
         are smaller by factors of the square root of two, down to 1/16384 of the entries. None for 0.25.
       entries: of the bucket.
 
+    Raises:
+      ValueError: `capacity` is something else, or not positive.
+
     >>> import gcjax.extend as gx
     >>> gx.capacities_for((100, 20_000), 1_000_000)
     (128, 20000)
@@ -52,9 +58,16 @@ def capacities_for(capacity: float | tuple[int, ...] | None, entries: int) -> tu
     """
     if capacity is None:
         capacity = 0.25
+    sizes: tuple[Any, ...] = capacity if isinstance(capacity, tuple) else (capacity,)
+    allowed = (int, np.integer) if isinstance(capacity, tuple) else (int, np.integer, float)
+    if not sizes or not all(isinstance(size, allowed) for size in sizes) or min(sizes) <= 0:
+        raise ValueError(
+            "capacity must be a number of slots, a tuple of them, or a share of the entries as a float, got "
+            f"{capacity!r}"
+        )
     if isinstance(capacity, float):
         return in_groups(ladder(-(-entries // SMALLEST), math.ceil(capacity * entries)))
-    return in_groups(capacity if isinstance(capacity, tuple) else (capacity,))
+    return in_groups(sizes)
 
 
 def capacities_around(

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
+
 from gcjax._core.compressor import Compressor
+from gcjax._kernels.bits import WORD
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.capacities import capacities_for
 from gcjax._sparse.exchange import exchange
@@ -10,7 +13,7 @@ from gcjax._sparse.message import Message
 from gcjax._sparse.state import SparseState, add_gradient, reset_to_zero
 from gcjax._sparse.value_codes import float_code
 from gcjax._types import Array
-from gcjax._validation import check_transport
+from gcjax._validation import check_function, check_transport
 
 Select = Callable[[Array, Array, Bucket], Array]
 Capacity = Callable[[Bucket], float | tuple[int, ...]]
@@ -28,7 +31,8 @@ def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -
       transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
 
     Raises:
-      ValueError: for another transport.
+      ValueError: for another transport; (from `update`) a capacity that is not positive.
+      TypeError: `select` or `capacity` is no function; (from `update`) `select` returns no packed mask.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> def select(a, step, bucket):
@@ -38,10 +42,26 @@ def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -
     [ 0. -3.  2.]
     """
 
+    check_function("select", select, "lambda a, step, bucket: gcjax.extend.pack_mask(jnp.abs(a) > 1)")
+    check_function("capacity", capacity, f"lambda bucket: {512 if callable(capacity) else capacity!r}")
+
     def parameters(a, step, bucket):
-        return select(a, step, bucket) & bucket.valid_words()
+        mask = select(a, step, bucket)
+        _check_packed(mask, bucket)
+        return mask & bucket.valid_words()
 
     return method_without_padding(parameters, capacity, transport)
+
+
+def _check_packed(mask: Array, bucket: Bucket) -> None:
+    words = bucket.size // WORD
+    dtype, shape = getattr(mask, "dtype", None), getattr(mask, "shape", None)
+    if dtype != jnp.uint32 or shape != (words,):
+        got = repr(mask) if dtype is None or shape is None else f"{dtype}{list(shape)}"
+        raise TypeError(
+            f"select must return a packed mask, uint32[{words}], got {got}. To pack bools of the bucket's shape "
+            f"{bucket.shape}, use gcjax.extend.pack_mask(mask)"
+        )
 
 
 def method_without_padding(select: Select, capacity: Capacity, transport: str) -> Compressor:

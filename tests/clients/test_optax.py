@@ -1,6 +1,10 @@
 """Everything of optax behind a compressor, in front of it and around it."""
 
+import contextlib
 import functools
+import inspect
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +18,7 @@ from optax import contrib
 
 import gcjax
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 WORKERS = 4
 COMPRESS = functools.partial(gcjax.variance_compress, 0.5, capacity=64, values="float32")
 PARAMS = {"w": np.full((6, 4), 0.1, np.float32), "b": np.zeros(4, np.float32)}
@@ -58,29 +63,136 @@ def trained(tx, params=PARAMS, steps=6, **options):
 
 
 COMPRESSOR = COMPRESS(axis_name="data")
-NAMES = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam
-nadamw novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi"""
-OF_CONTRIB = """acprop ademamix adopt cocob dadapt_adamw dog dowg madgrad momo momo_adam muon prodigy
-schedule_free_adamw schedule_free_sgd simplified_ademamix"""
-OPTIMIZERS = {
-    **{name: getattr(optax, name) for name in NAMES.split()},
-    **{name: getattr(contrib, name) for name in OF_CONTRIB.split()},
-    "lbfgs": lambda rate: optax.lbfgs(rate, linesearch=None),
-    "polyak_sgd": optax.polyak_sgd,
-    "noisy_sgd": lambda rate: optax.noisy_sgd(rate, key=jax.random.key(0)),
-    "schedule_free": lambda rate: contrib.schedule_free(optax.sgd(rate), rate),
-    "mechanize": lambda rate: contrib.mechanize(optax.sgd(rate)),
+# Everything that makes a transform in optax and optax.contrib, by what it takes. A release may lack a name.
+BY_RATE = """adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion
+nadam nadamw novograd optimistic_adam optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd
+sign_sgd signum sm3 yogi acprop ademamix adopt cocob dadapt_adamw dog dowg galore madgrad momo momo_adam muon
+prodigy schedule_free_adamw schedule_free_sgd simplified_ademamix adaptive_grad_clip add_decayed_weights clip
+clip_by_block_rms clip_by_global_norm ema scale scale_by_learning_rate scale_by_madgrad scale_by_rprop trace"""
+BY_NOTHING = """apply_every centralize identity keep_params_nonnegative normalize_by_update_norm polyak_sgd
+scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief
+scale_by_distance_over_gradients scale_by_factored_rms scale_by_lbfgs scale_by_lion scale_by_novograd
+scale_by_optimistic_gradient scale_by_param_block_norm scale_by_param_block_rms scale_by_polyak scale_by_radam
+scale_by_rms scale_by_rss scale_by_sign scale_by_sm3 scale_by_stddev scale_by_trust_ratio scale_by_yogi
+set_to_zero zero_nans normalize reduce_on_plateau scale_by_acprop scale_by_ademamix scale_by_adopt
+scale_by_cocob scale_by_galore scale_by_simplified_ademamix"""
+BY_TRANSFORM = "chain flatten mechanize split_real_and_imaginary with_extra_args_support"
+IS_MATRIX = {"w": True, "b": False}
+
+
+def has_norm(updates, *args, **more):
+    return optax.tree.norm(updates) > 0
+
+
+def all_dimensions(updates):
+    return jax.tree.map(lambda x: contrib.MuonDimensionNumbers(), updates)
+
+
+def of_optax(name):
+    return vars(optax).get(name) or vars(contrib).get(name)  # without deprecated names
+
+
+def made(name, *args, **more):
+    return lambda: of_optax(name)(*args, **more)
+
+
+SGD = optax.sgd(0.1)
+SAM = contrib.sam(optax.sgd(0.5), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+TRANSFORMS = {
+    **{name: made(name, 0.1) for name in BY_RATE.split()},
+    **{name: made(name) for name in BY_NOTHING.split()},
+    **{name: made(name, SGD) for name in BY_TRANSFORM.split()},
+    "add_noise": made("add_noise", 0.1, 0.5, key=jax.random.key(0)),
+    "apply_if_finite": made("apply_if_finite", SGD, 3),
+    "conditionally_mask": made("conditionally_mask", SGD, lambda step: step > 0),
+    "conditionally_transform": made("conditionally_transform", SGD, lambda step: step > 0),
+    "freeze": made("freeze", IS_MATRIX),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(0.1),
+    "inject_stateful_hyperparams": lambda: of_optax("inject_stateful_hyperparams")(optax.sgd)(0.1),
+    "lbfgs": made("lbfgs", 0.1, linesearch=None),
+    "masked": made("masked", SGD, IS_MATRIX),
+    "multi_transform": made("multi_transform", {True: SGD, False: optax.adam(0.1)}, IS_MATRIX),
+    "named_chain": made("named_chain", ("sgd", SGD)),
+    "noisy_sgd": made("noisy_sgd", 0.1, key=jax.random.key(0)),
+    "partition": made("partition", {True: SGD, False: optax.adam(0.1)}, IS_MATRIX),
+    "sam": lambda: optax.GradientTransformation(*SAM),
+    "scale_by_muon": lambda: optax.masked(contrib.scale_by_muon(weight_dimension_numbers=all_dimensions), IS_MATRIX),
+    "scale_by_schedule": made("scale_by_schedule", optax.linear_schedule(0.0, 1.0, 10)),
+    "schedule_free": made("schedule_free", SGD, 0.1),
+    "selective_transform": made("selective_transform", SGD, freeze_mask=IS_MATRIX),
+    "snapshot": made("snapshot", "norm", has_norm),
+    "stateless": made("stateless", lambda updates, params: updates),
+    "stateless_with_tree_map": made("stateless_with_tree_map", lambda update, param: update),
 }
+LINE_SEARCH = "missing 2 required keyword-only arguments: 'grad' and 'value_fn'"
+OBJECTIVE = "obj_fn must be provided"
+PER_SAMPLE = "expects `grads` to have a batch dimension"
+EXCEPTIONS = {  # what optax exports, and its complaint behind a compressor; README and docs/traps.md name them
+    "lbfgs": (made("lbfgs"), LINE_SEARCH),
+    "scale_by_backtracking_linesearch": (made("scale_by_backtracking_linesearch", 10), LINE_SEARCH),
+    "scale_by_zoom_linesearch": (made("scale_by_zoom_linesearch", 10), LINE_SEARCH),
+    "sophia": (made("sophia", 0.1), OBJECTIVE),
+    "hutchinson_estimator_diag_hessian": (made("hutchinson_estimator_diag_hessian"), OBJECTIVE),
+    "dpsgd": (made("dpsgd", 0.1, 1.0, 0.1, seed=0), PER_SAMPLE),
+    "differentially_private_aggregate": (made("differentially_private_aggregate", 1.0, 0.1, 0), PER_SAMPLE),
+    "monitor": (made("monitor", {"norm": has_norm}), "different numbers of pytree children"),
+}
+PAIRS = "lookahead"  # takes pairs of parameters: a test of its own below
+MEASUREMENT = "measure_with_ema"  # for `monitor`, returns no updates
+HERE = [name for name in TRANSFORMS if name == "sam" or of_optax(name)]
 
 
-BFLOAT16 = [pytest.param(n, "bfloat16", marks=() if n in ("adam", "muon") else pytest.mark.full) for n in OPTIMIZERS]
+def exported():
+    """The names of functions of optax and optax.contrib that make transforms, as their types or a call say."""
+    for module in (optax, contrib):
+        for name, function in vars(module).items():
+            if inspect.isfunction(function) and not name.startswith("_") and makes_transforms(function):
+                yield name
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in OPTIMIZERS] + BFLOAT16)
+def makes_transforms(function):
+    returned = inspect.signature(function).return_annotation
+    if returned is not inspect.Signature.empty:
+        return "GradientTransformation" in str(returned)
+    for args in ((), (0.1,), ({},)):
+        with contextlib.suppress(Exception):
+            return isinstance(function(*args), optax.GradientTransformation)
+    return False
+
+
+def test_every_transform_that_optax_exports_is_known():
+    new = set(exported()) - TRANSFORMS.keys() - EXCEPTIONS.keys() - {PAIRS, MEASUREMENT}
+    assert not new, (
+        f"optax {optax.__version__} exports {sorted(new)}: add each to TRANSFORMS, or to EXCEPTIONS, the README and "
+        "docs/traps.md if it cannot work behind a compressor"
+    )
+    assert {"adam", "muon", "dog", "partition", "inject_hyperparams"} <= set(exported())
+
+
+def test_the_pages_name_exactly_the_exceptions():
+    text = (DOCS / "traps.md").read_text().partition("## Which transforms of optax do not work")[2]
+    rows = re.findall(r"^\| (.*?`.*?) \|", text.partition("\n## ")[0], re.MULTILINE)
+    named = re.findall(r"`optax\.(?:contrib\.)?(\w+)", " ".join(rows))
+    assert sorted(named) == sorted(EXCEPTIONS.keys() | {PAIRS})
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    number = {5: "five"}[len(rows)]
+    assert f"All transforms of optax behind the compressor, except [{number}](docs/traps.md)" in readme
+
+
+OWN_STATE_IN_16_BITS = "scale_by_distance_over_gradients"  # changes its dtype without gcjax, too
+BFLOAT16 = [
+    pytest.param(name, "bfloat16", marks=() if name in ("adam", "muon") else pytest.mark.full)
+    for name in HERE
+    if name != OWN_STATE_IN_16_BITS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in HERE] + BFLOAT16)
 @pytest.mark.sample(12)
-def test_every_optimizer_takes_the_compressed_gradient(name, dtype):
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_every_transform_takes_the_compressed_gradient(name, dtype):
     """Traced only: a step gives parameters and state of the types that it took, equal on all workers."""
-    tx = optax.chain(COMPRESSOR, OPTIMIZERS[name](0.1))
+    tx = optax.chain(COMPRESSOR, TRANSFORMS[name]())
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
     run, state = step_of(tx)(params)
     after, after_state, _ = jax.eval_shape(run, params, state, batch_of())
@@ -88,6 +200,15 @@ def test_every_optimizer_takes_the_compressed_gradient(name, dtype):
         assert jax.tree.structure(before) == jax.tree.structure(now)
         same = jax.tree.map(lambda x, y: x.shape == y.shape and x.dtype == y.dtype, before, now)
         assert all(jax.tree.leaves(same)), same
+
+
+@pytest.mark.parametrize("name", [name for name in EXCEPTIONS if of_optax(name)])
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_the_exceptions_fail_behind_a_compressor(name):
+    make, message = EXCEPTIONS[name]
+    run, state = step_of(optax.chain(COMPRESSOR, make()))(PARAMS)
+    with pytest.raises((TypeError, ValueError), match=message):
+        jax.eval_shape(run, PARAMS, state, batch_of())
 
 
 CHAINS = {
@@ -125,7 +246,6 @@ def test_lookahead_around_the_compressor_trains():
 
 
 SQUARES = ("sum_grad_squared",)
-SAM = contrib.sam(optax.sgd(0.5), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2)
 
 
 @pytest.mark.parametrize(
@@ -146,24 +266,38 @@ def test_what_cannot_work_raises(tx, extras, error, message):
         jax.eval_shape(run, PARAMS, state, batch_of())
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        SAM,
-        optax.MultiSteps(optax.adam(0.1), 2),
-        pytest.param(optax.apply_if_finite(optax.adam(0.1), 3), marks=pytest.mark.full),
-        pytest.param(optax.flatten(optax.adam(0.1)), marks=pytest.mark.full),
-        pytest.param(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(2.0)), marks=pytest.mark.full),
-    ],
-    ids=["sam", "MultiSteps", "apply_if_finite", "flatten", "clip"],
-)
-def test_optimizers_outside_of_the_compression_train(optimizer):
+def of_objective(loss, grads, objective):
+    return {"obj_fn": objective}
+
+
+def of_line_search(loss, grads, objective):
+    return {"value": loss, "grad": grads, "value_fn": objective}
+
+
+OUTSIDE = {
+    "sam": (SAM, None),
+    "MultiSteps": (optax.MultiSteps(optax.adam(0.1), 2), None),
+    "lbfgs": (optax.lbfgs(), of_line_search),
+    "sophia": (contrib.sophia(0.1), of_objective),
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), None),
+    "flatten": (optax.flatten(optax.adam(0.1)), None),
+    "clip": (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(2.0)), None),
+}
+if of_optax("monitor"):
+    OUTSIDE["monitor"] = (optax.chain(optax.monitor({"norm": has_norm}), optax.adam(0.1)), None)
+RARE_OUTSIDE = ("apply_if_finite", "flatten", "clip")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE_OUTSIDE)) for n in OUTSIDE])
+def test_optimizers_outside_of_the_compression_train(name):
+    optimizer, extras = OUTSIDE[name]
     value_and_grad = gcjax.compressed_value_and_grad(loss_fn, COMPRESSOR, mesh_of(WORKERS))
 
     @jax.jit
     def step(params, state, compression, batch):
         loss, grads, compression = value_and_grad(params, compression, batch)
-        updates, state = optimizer.update(grads, state, params)
+        more = {} if extras is None else extras(loss, grads, lambda params: loss_fn(params, batch))
+        updates, state = optimizer.update(grads, state, params, **more)
         return optax.apply_updates(params, updates), state, compression, loss
 
     params = jax.tree.map(jnp.asarray, PARAMS)

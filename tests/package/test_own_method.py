@@ -1,10 +1,13 @@
 """The method in docs/extend.md works, imports only public names, and keeps the laws."""
 
 import ast
+import dataclasses
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import test_laws
 from rows import Row
@@ -72,3 +75,126 @@ def test_a_message_without_the_scales_that_its_code_needs_raises():
     tx = gx.compress(gx.Compressor(init, update))
     with pytest.raises(ValueError, match="the message has no scales, which its code needs"):
         tx.update(jnp.ones(4), tx.init(jnp.ones(4)))
+
+
+PARAMS = {"w": jnp.ones((100, 41)), "b": jnp.ones(3)}
+
+
+def update_once(method):
+    tx = gx.compress(method)
+    return tx.update(PARAMS, tx.init(PARAMS))
+
+
+def above(a, step, bucket):
+    return gx.pack_mask(jnp.abs(a) > 0.5)
+
+
+PACK = (
+    r"select must return a packed mask, uint32\[256\], got {}.*shape \(2, 32, 128\), use gcjax.extend.pack_mask\(mask\)"
+)
+SLOTS = "capacity must be a number of slots, a tuple of them, or a share of the entries as a float, got {}"
+
+
+@pytest.mark.parametrize(
+    ("select", "capacity", "message"),
+    [
+        (lambda a, step, bucket: jnp.abs(a) > 0.5, lambda bucket: 512, PACK.format(r"bool\[2, 32, 128\]")),
+        (lambda a, step, bucket: jnp.arange(4), lambda bucket: 512, PACK.format(r"int32\[4\]")),
+        (lambda a, step, bucket: above(a, step, bucket)[:1], lambda bucket: 512, PACK.format(r"uint32\[1\]")),
+        (lambda a, step, bucket: None, lambda bucket: 512, PACK.format("None")),
+        (
+            None,
+            lambda bucket: 512,
+            "select must be a function, such as lambda a, step, bucket: .*pack_mask.*, got None",
+        ),
+        (above, 512, "capacity must be a function, such as lambda bucket: 512, got 512"),
+        (above, 0.5, "capacity must be a function, such as lambda bucket: 0.5, got 0.5"),
+        (above, lambda bucket: 0, SLOTS.format(0)),
+        (above, lambda bucket: (64, 0.5), SLOTS.format(r"\(64, 0.5\)")),
+        (above, lambda bucket: [64], SLOTS.format(r"\[64\]")),
+        (above, lambda bucket: "all", SLOTS.format("'all'")),
+    ],
+)
+def test_mistakes_in_a_sparse_method_are_named(select, capacity, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        update_once(gx.sparse_method(select, capacity))
+
+
+@pytest.mark.parametrize("capacity", [1, 64, np.int64(64), (32, 64), 0.5, 1.0, None])
+def test_capacities_of_a_sparse_method_may_be(capacity):
+    update_once(gx.sparse_method(above, lambda bucket: capacity))
+
+
+def words(x, bucket, key):
+    return gx.float_bits(x).reshape(-1), 32 * bucket.entries
+
+
+def floats(payload, bucket):
+    return gx.bits_float(payload).reshape(bucket.shape)
+
+
+@pytest.mark.parametrize(
+    ("encode", "decode", "message"),
+    [
+        (lambda *args: words(*args)[0], floats, r"encode must return \(payload, bits\), .* got Array"),
+        (words, lambda payload, bucket: gx.bits_float(payload), r"shape \(2, 32, 128\), got float32\[8192\]"),
+        (
+            words,
+            lambda payload, bucket: payload.reshape(bucket.shape),
+            r"must return floats .* got uint32\[2, 32, 128\]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
+def test_mistakes_in_a_code_are_named(encode, decode, message, transport):
+    with pytest.raises(TypeError, match=message):
+        update_once(gx.dense_codec(encode, decode, feedback=True, transport=transport))
+    update_once(gx.dense_codec(words, floats, feedback=True, transport=transport))
+
+
+@dataclasses.dataclass
+class Unregistered:
+    bucket: gx.Bucket
+    residual: float = 0.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class WithoutResidual:
+    x: jax.Array
+    bucket: gx.Bucket = dataclasses.field(metadata={"static": True})
+
+
+def nothing(gradient, sum_grad_squared, state, comm, all_finite):
+    return gradient, state, gx.dense_report(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (gx.Compressor(Unregistered, nothing), "a pytree node .* got a Unregistered not registered by jax.tree_util"),
+        (
+            gx.Compressor(lambda bucket: WithoutResidual(jnp.zeros(3), bucket), nothing),
+            "WithoutResidual without residual",
+        ),
+        (gx.Compressor(lambda bucket: {"x": jnp.zeros(3)}, nothing), "got a dict without bucket and residual"),
+        (
+            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (state.bucket.join(g), state, gx.dense_report(1, 1))),
+            r"got 1 for 2, the first wrong one \(2, 32, 128\) for \(3,\)\. Bucket.split cuts",
+        ),
+        (
+            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g[:1], state, gx.dense_report(1, 1))),
+            r"got 1 for 2, the first wrong one None for \(100, 41\)",
+        ),
+        (gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state)), "return .* got a tuple of 2"),
+        (
+            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state, None)),
+            "a SendReport, as dense_report, got None",
+        ),
+        (gx.dense_codec, "compress takes a Compressor, .* got <function dense_codec"),
+    ],
+)
+def test_mistakes_in_a_compressor_are_named(method, message):
+    with pytest.raises(TypeError, match=message):
+        update_once(method)
+    update_once(gx.Compressor(gx.EmptyState, nothing))
