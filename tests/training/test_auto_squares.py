@@ -180,7 +180,7 @@ def by_gradient_alone(tx):
 @pytest.mark.parametrize("run", [alone, compiled, on_a_mesh, by_gradient_alone])
 def test_a_compressor_that_reads_squares_and_gets_none_warns_once_where_the_user_calls_it(run):
     axis = "data" if run in (on_a_mesh, by_gradient_alone) else None
-    tx = optax.chain(gcjax.variance_compress(axis_name=axis, capacity=64), optax.scale(-0.1))
+    tx = optax.chain(gcjax.variance_compress(axis_name=axis, capacity=64), optax.scale(0.1))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(2):
