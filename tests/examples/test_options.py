@@ -24,6 +24,7 @@ from common.cli import Problem, run_command
 import gcjax
 
 
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_every_method_can_be_chosen_by_text():
     assert options.parse_method("variance(alpha=2, threshold=0.1)") == ("variance", {"alpha": 2, "threshold": 0.1})
     for name in options.method_names():
