@@ -385,6 +385,27 @@ def control_flow_and_sorts():
     return loss, params, batch_of(5)
 
 
+def while_loops():
+    """Loops of unknown length, which have no gradient: beside the layers, and inside the body of a scan."""
+
+    def halved(x):
+        """Each sample times the first power of 1/2 that brings it below 1."""
+        small = jax.vmap(
+            lambda x: jax.lax.while_loop(lambda s: jnp.max(jnp.abs(x)) * s > 1.0, lambda s: s / 2, jnp.ones(()))
+        )
+        return small(jax.lax.stop_gradient(x))[:, None]
+
+    def loss(p, batch):
+        def layer(h, w):
+            h = jnp.sin(h @ w) * 3
+            return h * halved(h), None
+
+        h = 3 * batch["x"] @ p["v"]
+        return scaled(jax.lax.scan(layer, h * halved(h), p["w"])[0], batch)
+
+    return loss, {"v": draw(3, 5, 4), "w": draw(4, 3, 4, 4)}, batch_of(5)
+
+
 def attention():
     width, heads = 8, 2
     params = {
@@ -509,6 +530,7 @@ CASES = {
     "custom rules": custom_rules,
     "custom rules that start from something": custom_rules_that_start_from_something,
     "control flow and sorts": control_flow_and_sorts,
+    "while loops": while_loops,
     "attention": attention,
     "complex layers": complex_layers,
     "complex layers with positions": complex_layers_with_positions,
