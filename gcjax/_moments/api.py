@@ -84,7 +84,8 @@ def value_and_moments(
         sum_grad_squared is `sum_z (grad f_z)^2`.
       method: "auto" makes the sums at the sinks and splits the batch into chunks if leaves without a sink would exceed
         max_bytes; "sinks" is the same without chunks; "vmap" stacks per-sample gradients in chunks; "scan" takes one
-        sample at a time, often best for large sequence models.
+        sample at a time, without `jax.vmap`: often best for large sequence models, and the only one for operations that
+        JAX cannot vmap, such as `jax.lax.ragged_dot`.
       max_bytes: memory that stacked per-sample gradients may take.
 
     Returns:

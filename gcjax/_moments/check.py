@@ -54,8 +54,8 @@ def check_moments(
     """
     moments_fn = jax.jit(value_and_moments(loss_fn, has_aux, **keywords))
     # One group of the whole batch is the batch loss itself, with the sample axis bound to size 1.
-    whole_fn = jax.jit(value_and_moments(loss_fn, has_aux, **{**keywords, "microbatches": 1, "method": "vmap"}))
     method = "scan" if keywords.get("sample_axis") is None else "vmap"
+    whole_fn = jax.jit(value_and_moments(loss_fn, has_aux, **{**keywords, "microbatches": 1, "method": method}))
     stacked_fn = jax.jit(value_and_moments(loss_fn, has_aux, **{**keywords, "method": method}))
 
     def check(params, batch, rtol=None):

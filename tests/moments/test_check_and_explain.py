@@ -51,7 +51,10 @@ def test_explain_moments_names_rules_and_chunks():
     explanation = explain_moments(loss, max_bytes=1000)(params, batch)
     assert [(row.rule, row.fallback) for row in explanation.rows] == [("vmap", True), ("dense", False)]
     assert explanation.chunk < 6
-    assert all(row.fallback for row in explain_moments(loss, method="scan")(params, batch).rows)
+    assert all(row.fallback for row in explain_moments(loss, method="vmap")(params, batch).rows)
+    assert [row[2:] for row in explain_moments(loss, method="scan")(params, batch).rows] == [
+        ("scan", 1, 4 * leaf.size, False) for leaf in jax.tree.leaves(params)
+    ]
 
 
 def test_explain_moments_counts_bytes_in_nested_scans():
