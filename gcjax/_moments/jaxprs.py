@@ -1,6 +1,6 @@
 """Jaxprs: their types, the parts of a scan, and what is known of a variable before anything runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+EQUAL_OVER_AXIS = ("psum", "pmax", "pmin", "all_gather")  # collectives whose results all samples share
 ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
 
 
@@ -55,6 +56,49 @@ def scan_parts(scan: JaxprEqn, inputs: Sequence[T]) -> tuple[Sequence[T], Sequen
     first = scan.params["num_consts"]
     last = first + scan.params["num_carry"]
     return inputs[:first], inputs[first:last], inputs[last:]
+
+
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool], axis: Hashable = None) -> list[bool]:
+    """Which results depend on the inputs marked True.
+
+    Args:
+      jaxpr: an open jaxpr.
+      inputs: a mark for each of its inputs.
+      axis: name of the axis over the samples, or None. A sum over it depends on no sample more than on another.
+    """
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+
+    def is_marked(atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in marked
+
+    for eqn in jaxpr.eqns:
+        marks = _depend(eqn, [is_marked(atom) for atom in eqn.invars], axis)
+        marked.update(var for var, mark in zip(eqn.outvars, marks, strict=True) if mark)
+    return [is_marked(atom) for atom in jaxpr.outvars]
+
+
+def _depend(eqn: JaxprEqn, marks: Sequence[bool], axis: Hashable) -> Sequence[bool]:
+    """`depends` for the results of an equation."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    if axis is not None and eqn.effects and axis in (named if isinstance(named, tuple) else (named,)):
+        return [name not in EQUAL_OVER_AXIS] * count
+    if name == "scan":
+        consts, carries, xs = scan_parts(eqn, marks)
+        while True:
+            found = depends(eqn.params["jaxpr"].jaxpr, [*consts, *carries, *xs], axis)
+            new = [old or mark for old, mark in zip(carries, found[: len(carries)], strict=True)]
+            if new == carries:
+                return [*carries, *found[len(carries) :]]
+            carries = new
+    if name == "cond":
+        branches = [depends(branch.jaxpr, marks[1:], axis) for branch in eqn.params["branches"]]
+        return [marks[0] or any(of_result) for of_result in zip(*branches, strict=True)]
+    values = [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in eqn.params.values()]
+    bodies = [p for p in values if isinstance(p, Jaxpr)]
+    if len(bodies) == 1 and (len(bodies[0].invars), len(bodies[0].outvars)) == (len(marks), count):
+        return depends(bodies[0], marks, axis)
+    return [any(marks)] * count
 
 
 class Scope:

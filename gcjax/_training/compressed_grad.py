@@ -13,7 +13,7 @@ from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, 
 from gcjax._jax_compat import constrain, varying_axes
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments import value_and_moments
-from gcjax._moments.api import check_samples_lead
+from gcjax._moments.aux import check_samples_lead
 from gcjax._training.checks import check_batch, check_state, checked_axes, checked_specs
 from gcjax._training.gradients import GradientFn, Inputs, batch_gradient, uniform_loss
 from gcjax._training.local import as_local
