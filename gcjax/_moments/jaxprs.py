@@ -94,11 +94,17 @@ def _depend(eqn: JaxprEqn, marks: Sequence[bool], axis: Hashable) -> Sequence[bo
     if name == "cond":
         branches = [depends(branch.jaxpr, marks[1:], axis) for branch in eqn.params["branches"]]
         return [marks[0] or any(of_result) for of_result in zip(*branches, strict=True)]
-    values = [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in eqn.params.values()]
-    bodies = [p for p in values if isinstance(p, Jaxpr)]
-    if len(bodies) == 1 and (len(bodies[0].invars), len(bodies[0].outvars)) == (len(marks), count):
-        return depends(bodies[0], marks, axis)
+    inner = bodies(eqn)
+    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(marks), count):
+        return depends(inner[0], marks, axis)
     return [any(marks)] * count
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs inside an equation."""
+    values = [value for p in eqn.params.values() for value in (p if isinstance(p, tuple | list) else [p])]
+    values = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+    return [value for value in values if isinstance(value, Jaxpr)]
 
 
 class Scope:
