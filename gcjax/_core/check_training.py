@@ -1,11 +1,12 @@
 """Mistakes that train worse or save nothing without failing: compressors record their signs; here they raise."""
 
 from gcjax._core.info import readable_states, report_of
+from gcjax._core.symptoms import SAMPLE
 from gcjax._types import PyTree
 
 CERTAIN = 3  # this many equal gradients are no coincidence
 SCALED = 0.05  # a ratio of the gradient to its squares that noise and small gradients do not reach
-_TURN_OFF = "then leave this check out, which make_train_step(checks=False) does"
+_TURN_OFF = "Then do not call check_training, and pass checks=False to make_train_step"
 
 
 def check_training(opt_state: PyTree) -> None:
@@ -58,13 +59,14 @@ def check_symptoms(opt_state: PyTree, *, expect_identical: bool = False, expect_
         raise ValueError(
             f"in {identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
             "was averaged before the compressor (leave out lax.pmean and lax.psum of gradients, also of the loss), or "
-            "all workers have the same batch and random keys. (Or the middle row of every leaf got the gradient of a "
-            f"penalty alone: {_TURN_OFF})"
+            "all workers have the same batch and random keys. This was seen in the middle of each parameter, in up to "
+            f"{SAMPLE} entries. It is no mistake if the rest differs: if all parameters are look-up tables, no batch "
+            f"has used their middle rows, and the loss has a penalty on all rows. {_TURN_OFF}"
         )
     if ratio < SCALED and not expect_scaled:
         raise ValueError(
             f"the squares of the gradients are {1 / ratio:,.0f} times too large: something "
             "before the compressor has scaled or clipped the gradient, but not sum_grad_squared, so that next to "
             "nothing is sent. Use gcjax.scale_first(scaling, compressor), or put the scaling after the compressor. "
-            f"(Or training has converged on a batch that is always the same: {_TURN_OFF})"
+            f"It is no mistake if training has converged on a batch that is always the same. {_TURN_OFF}"
         )

@@ -9,6 +9,8 @@ scatter-add of rows. Both sums over samples are made there, so no array of batch
   problem      checks options and arguments, and splits the batch into groups of samples
   compute      chooses the method, computes the moments and loops over chunks of groups
   sink_search  walks back from each gradient to its sinks
+  aux          auxiliary output of the batch, from that of its groups
+  precision    the dtypes in which a loss computes, and how far rounding errors may lead
   program      traces the backward pass, and runs the part of it that is needed
   jaxprs       types of jaxprs, and what is known of their variables before anything runs
   rules/       one module per kind of node that the search finds; `rules/node` is what they share

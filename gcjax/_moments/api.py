@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
+from gcjax._moments.aux import Traced, whole_batch_aux
 from gcjax._moments.compute import compute_moments
-from gcjax._moments.problem import MAX_BYTES, Options, make_problem
+from gcjax._moments.problem import MAX_BYTES, Options, Problem, make_problem
 from gcjax._types import PyTree
 
 
@@ -71,7 +72,8 @@ def value_and_moments(
       loss_fn: `(params, batch) -> loss`, or `(loss, aux)` with has_aux. The loss is a real floating scalar.
       has_aux: whether loss_fn returns auxiliary output. It comes back in the shapes that loss_fn gives for the whole
         batch. Leaves with a batch axis are concatenated. Other floating leaves are averaged over samples; where all
-        samples agree (synced running statistics) the value is returned bit for bit. The rest is the first sample's.
+        samples agree (synced running statistics) the value is returned bit for bit. Other integers and booleans must
+        not depend on the samples, and are those that loss_fn gives for the whole batch.
       in_axes: prefix of the batch's tree: 0 for leaves split over samples, None for shared ones (model state, keys).
       sample_axis: name of an axis over the samples, bound while loss_fn runs, for BatchNorm and `axis_index`. The whole
         batch is then one chunk, whatever max_bytes is.
@@ -84,7 +86,8 @@ def value_and_moments(
         sum_grad_squared is `sum_z (grad f_z)^2`.
       method: "auto" makes the sums at the sinks and splits the batch into chunks if leaves without a sink would exceed
         max_bytes; "sinks" is the same without chunks; "vmap" stacks per-sample gradients in chunks; "scan" takes one
-        sample at a time, often best for large sequence models.
+        sample at a time, without `jax.vmap`: often best for large sequence models, and the only one for operations that
+        JAX cannot vmap, such as `jax.lax.ragged_dot`.
       max_bytes: memory that stacked per-sample gradients may take.
 
     Returns:
@@ -94,7 +97,8 @@ def value_and_moments(
 
     Raises:
       ValueError: a bad option; from `fn`, a bad argument.
-      TypeError: an option, or from `fn` an argument, of a wrong type.
+      TypeError: an option, or from `fn` an argument, of a wrong type; from `fn`, an integer or boolean leaf of aux that
+        depends on the samples and has no batch axis, such as a count of right answers.
 
     Example:
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
@@ -109,7 +113,7 @@ def value_and_moments(
         (grad, squares), (values, aux) = compute_moments(problem)
         grad = jax.tree.map(lambda g, p: g.astype(p.dtype), grad, problem.params)
         value = (jnp.mean if reduction == "mean" else jnp.sum)(values, axis=0)
-        return ((value, whole_batch_aux(aux, problem.aux_like)) if has_aux else value), (grad, squares)
+        return ((value, _aux_of_batch(problem, aux)) if has_aux else value), (grad, squares)
 
     if sample_axis is not None:
         compute = functools.partial(_jax_compat.without_mesh_types, compute)
@@ -121,25 +125,17 @@ def value_and_moments(
     return moments
 
 
-def check_samples_lead(of_part: tuple[int, ...], of_batch: tuple[int, ...]) -> None:
-    """Raise ValueError if the shapes of a leaf of aux for a part of a batch and for all of it differ behind axis 0."""
-    if of_part[1:] != of_batch[1:]:
-        raise ValueError(
-            f"loss_fn returns aux of shape {of_part} for a part of the batch, and {of_batch} for all of it; only the "
-            "leading axis may be that of the samples: transpose it in loss_fn"
-        )
+def _aux_of_batch(problem: Problem, stacked: PyTree) -> PyTree:
+    """Aux of the batch from that of its groups, stacked."""
 
+    def aux_of(params, mapped, shared):
+        return problem.loss(params, mapped, shared)[1]
 
-def whole_batch_aux(stacked: PyTree, aux_like: PyTree) -> PyTree:
-    """Bring aux of all groups, `[groups, ...]`, to the shapes `aux_like` that loss_fn returns for the whole batch."""
+    whole = [a.reshape(-1, *a.shape[2:]) for a in problem.mapped]
+    axis = problem.options.sample_axis
+    traced = Traced(aux_of, problem.params, whole, problem.shared, axis=axis)
 
-    def merge(a, like):
-        if a.shape[1:] != like.shape:
-            check_samples_lead(a.shape[1:], like.shape)
-            return a.reshape(like.shape)
-        if not jnp.issubdtype(a.dtype, jnp.floating):
-            return a[0]
-        # The mean of equal values, such as running statistics under sample_axis, could differ in the last bit.
-        return jnp.where(jnp.all(a == a[0], axis=0), a[0], jnp.mean(a, axis=0))
+    def values():
+        return traced.values() if axis is None else jax.tree.map(lambda a: a[0], stacked)
 
-    return jax.tree.map(merge, stacked, aux_like)
+    return whole_batch_aux(stacked, traced.shapes, traced.depends_on((False, True, False)), values)

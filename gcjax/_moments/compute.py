@@ -1,7 +1,7 @@
-"""The two ways to the moments of some groups of samples, "sinks" and "vmap", and the loop over chunks of groups.
+"""The three ways to the moments of some groups of samples, and the loop over chunks of groups.
 
-`vmap(grad)` is exact for every loss, but slow on CPU: XLA turns per-sample weight gradients into batched products and
-grouped convolutions.
+`vmap(grad)` is exact for every loss that JAX can vmap, but slow on CPU: XLA turns per-sample weight gradients into
+batched products and grouped convolutions. "scan" needs no vmap.
 """
 
 import functools
@@ -30,7 +30,7 @@ class ChosenMethod(NamedTuple):
     Attributes:
       moments: from the mapped leaves of some groups to their `Result`.
       chunk: number of groups to pass to `moments` at a time.
-      search: what the search for sinks found; None if every gradient is stacked by vmap.
+      search: what the search for sinks found; None under the methods "vmap" and "scan".
     """
 
     moments: Callable[[list[Array]], Result]
@@ -45,10 +45,11 @@ def choose_method(problem: Problem) -> ChosenMethod:
         search = search_sinks(problem)
         chunk = _groups_that_fit(problem, search.stacked_bytes) if method == "auto" else problem.groups
         return ChosenMethod(functools.partial(_sink_moments, problem, search), chunk, search)
+    if method == "scan":
+        return ChosenMethod(functools.partial(_one_group_moments, problem), 1, None)
     leaves = jax.tree.leaves(problem.params)
     gradient_bytes = sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in leaves)
-    chunk = 1 if method == "scan" else _groups_that_fit(problem, gradient_bytes)
-    return ChosenMethod(functools.partial(_vmap_moments, problem), chunk, None)
+    return ChosenMethod(functools.partial(_vmap_moments, problem), _groups_that_fit(problem, gradient_bytes), None)
 
 
 def _groups_that_fit(problem: Problem, bytes_per_group: int) -> int:
@@ -61,10 +62,18 @@ def _groups_that_fit(problem: Problem, bytes_per_group: int) -> int:
 def _vmap_moments(problem: Problem, mapped: list[Array]) -> Result:
     """Moments from gradients that vmap stacks."""
     batched = jax.vmap(problem.gradient, in_axes=(None, 0, None), axis_name=problem.options.sample_axis)
-    grads, outputs = batched(problem.params, mapped, problem.shared)
+    return _stacked(*batched(problem.params, mapped, problem.shared))
+
+
+def _one_group_moments(problem: Problem, mapped: list[Array]) -> Result:
+    """Moments of one group, without vmap."""
+    found = problem.gradient(problem.params, [a[0] for a in mapped], problem.shared)
+    return _stacked(*jax.tree.map(lambda x: jnp.asarray(x)[None], found))
+
+
+def _stacked(grads: PyTree, outputs: PyTree) -> Result:
     leaves, tree = jax.tree.flatten(grads)
-    pairs = [stacked_moments(leaf) for leaf in leaves]
-    return _transposed(tree, pairs), outputs
+    return _transposed(tree, [stacked_moments(leaf) for leaf in leaves]), outputs
 
 
 def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> Result:

@@ -26,7 +26,8 @@ class Row(NamedTuple):
       leaf: path of the parameter.
       shape: its shape.
       rule: name of the sink, with "scanned", "over time" or "mixed" for what lies between it and the parameter; "tied"
-        or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples.
+        or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples; "scan" for one that is
+        made sample by sample.
       positions: contracted entries per sample (sequence positions, pixels); 1 is an outer product.
       bytes: what the rule reads for one chunk of the batch: operands that the plain backward pass holds too, or the
         stacked gradients.
@@ -48,7 +49,7 @@ class Explanation(NamedTuple):
       rows: one `Row` per parameter.
       groups: number of samples (or microbatches) in the batch.
       chunk: how many of them are processed at a time.
-      method: the method that would run, "sinks" or "vmap".
+      method: the method that would run, "sinks", "vmap" or "scan".
     """
 
     rows: tuple[Row, ...]
@@ -102,11 +103,12 @@ def explain_moments(
         method = choose_method(problem)
         leaves = jax.tree_util.tree_leaves_with_path(problem.params)
         nodes = [None] * len(leaves) if method.search is None else method.search.nodes
+        name = options.method if method.search is None else "sinks"
         rows = [
-            _row(jax.tree_util.keystr(path), leaf, node, method.chunk)
+            _row(jax.tree_util.keystr(path), leaf, node, method.chunk, name)
             for (path, leaf), node in zip(leaves, nodes, strict=True)
         ]
-        return Explanation(tuple(rows), problem.groups, method.chunk, "vmap" if method.search is None else "sinks")
+        return Explanation(tuple(rows), problem.groups, method.chunk, name)
 
     def explain(params, batch):
         found = []
@@ -121,10 +123,10 @@ def explain_moments(
     return explain
 
 
-def _row(name: str, leaf: jax.Array, node: Node | None, chunk: int) -> Row:
-    """The row of a parameter; node: None under the method "vmap"."""
+def _row(name: str, leaf: jax.Array, node: Node | None, chunk: int, method: str) -> Row:
+    """The row of a parameter; node: None under the methods "vmap" and "scan"."""
     if node is None:
-        return Row(name, leaf.shape, "vmap", 1, chunk * leaf.size * leaf.dtype.itemsize, True)
+        return Row(name, leaf.shape, method, 1, chunk * leaf.size * leaf.dtype.itemsize, method == "vmap")
     is_matrix = sum(size > 1 for size in leaf.shape) > 1
     missing = isinstance(node, PerSample) and is_matrix and node.made_by not in COTANGENTS
     size = chunk * sum(aval(key).size * aval(key).dtype.itemsize for key in node.operands)

@@ -1,6 +1,6 @@
 """Jaxprs: their types, and what is known of a variable before anything runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from gcjax._jax_compat import scan_parts
 
+EQUAL_OVER_AXIS = ("psum", "pmax", "pmin", "all_gather")  # collectives whose results all samples share
 ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
 
 
@@ -49,6 +50,55 @@ def variables(atoms: Iterable[Atom]) -> tuple[Var, ...]:
 def read_atom(atom: Atom, read: Callable[[Var], Any]) -> Any:
     """The value of an operand: that of a literal, or what `read` gives for a variable."""
     return atom.val if isinstance(atom, Literal) else read(atom)
+
+
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool], axis: Hashable = None) -> list[bool]:
+    """Which results depend on the inputs marked True.
+
+    Args:
+      jaxpr: an open jaxpr.
+      inputs: a mark for each of its inputs.
+      axis: name of the axis over the samples, or None. A sum over it depends on no sample more than on another.
+    """
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+
+    def is_marked(atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in marked
+
+    for eqn in jaxpr.eqns:
+        marks = _depend(eqn, [is_marked(atom) for atom in eqn.invars], axis)
+        marked.update(var for var, mark in zip(eqn.outvars, marks, strict=True) if mark)
+    return [is_marked(atom) for atom in jaxpr.outvars]
+
+
+def _depend(eqn: JaxprEqn, marks: Sequence[bool], axis: Hashable) -> Sequence[bool]:
+    """`depends` for the results of an equation."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    if axis is not None and eqn.effects and axis in (named if isinstance(named, tuple) else (named,)):
+        return [name not in EQUAL_OVER_AXIS] * count
+    if name == "scan":
+        consts, carries, xs = scan_parts(eqn, marks)
+        while True:
+            found = depends(eqn.params["jaxpr"].jaxpr, [*consts, *carries, *xs], axis)
+            new = [old or mark for old, mark in zip(carries, found[: len(carries)], strict=True)]
+            if new == carries:
+                return [*carries, *found[len(carries) :]]
+            carries = new
+    if name == "cond":
+        branches = [depends(branch.jaxpr, marks[1:], axis) for branch in eqn.params["branches"]]
+        return [marks[0] or any(of_result) for of_result in zip(*branches, strict=True)]
+    inner = bodies(eqn)
+    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(marks), count):
+        return depends(inner[0], marks, axis)
+    return [any(marks)] * count
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs inside an equation."""
+    values = [value for p in eqn.params.values() for value in (p if isinstance(p, tuple | list) else [p])]
+    values = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
+    return [value for value in values if isinstance(value, Jaxpr)]
 
 
 class Scope:

@@ -54,20 +54,20 @@ class Problem(NamedTuple):
     Attributes:
       gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group. `grad` is already divided by the number
         of groups if the reduction is a mean; `value` is not.
+      loss: `(params, mapped, shared) -> (value, aux)` of one group.
       params: pytree, typed as varying over every mesh axis of the batch.
       mapped: the leaves of the batch that are split over samples, each `[groups, group size, ...]`.
       shared: the other leaves.
       groups: number of groups: the microbatches, or else the batch size.
-      aux_like: shapes of aux for the whole batch; None without aux.
       options: the options.
     """
 
     gradient: Callable[[PyTree, list[Array], list[Array]], tuple[PyTree, tuple[Array, PyTree]]]
+    loss: Callable[[PyTree, list[Array], list[Array]], tuple[Array, PyTree]]
     params: PyTree
     mapped: list[Array]
     shared: list[Array]
     groups: int
-    aux_like: PyTree
     options: Options
 
 
@@ -101,12 +101,7 @@ def make_problem(options: Options, params: PyTree, batch: PyTree) -> Problem:
 
     # If the parameters did not vary over the mesh but the batch did, autodiff would sum the gradient over the mesh.
     params = _jax_compat.vary(params, _jax_compat.varying_axes((mapped, shared)))
-    aux_like = None
-    if options.has_aux:
-        env = [] if options.sample_axis is None else [(options.sample_axis, 1)]
-        whole = [a.reshape(size, *a.shape[2:]) for a in mapped]
-        _, (_, aux_like) = jax.make_jaxpr(group_loss, axis_env=env, return_shape=True)(params, whole, shared)
-    return Problem(gradient, params, mapped, shared, groups, aux_like, options)
+    return Problem(gradient, group_loss, params, mapped, shared, groups, options)
 
 
 def _checked_params(params: PyTree) -> PyTree:

@@ -83,30 +83,31 @@ def trace(problem: Problem) -> BackwardPass:
     return BackwardPass(inlined.jaxpr, inlined.consts, jax.tree.structure(outputs), params, len(problem.mapped))
 
 
-def inline(closed: ClosedJaxpr, args: Iterable[Array]) -> list[Array]:
-    """Evaluate a closed jaxpr, replacing calls by their bodies."""
+def inline(closed: ClosedJaxpr, args: Iterable[Array], keep_effects: bool = True) -> list[Array]:
+    """Evaluate a closed jaxpr, replacing calls by their bodies; without what has no result, unless `keep_effects`."""
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(closed.jaxpr.invars, args, strict=True))
     for eqn in closed.jaxpr.eqns:
-        values = [read_atom(atom, env.__getitem__) for atom in eqn.invars]
-        env.update(zip(eqn.outvars, _evaluate(eqn, values), strict=True))
+        if eqn.outvars or keep_effects:
+            values = [read_atom(atom, env.__getitem__) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, _evaluate(eqn, values, keep_effects), strict=True))
     return [read_atom(atom, env.__getitem__) for atom in closed.jaxpr.outvars]
 
 
-def _evaluate(eqn: JaxprEqn, values: list[Array]) -> list[Array]:
+def _evaluate(eqn: JaxprEqn, values: list[Array], keep_effects: bool) -> list[Array]:
     name = eqn.primitive.name
     if name in CALLS:
-        return inline(_jax_compat.closed(eqn.params[CALLS[name]]), values)
+        return inline(_jax_compat.closed(eqn.params[CALLS[name]]), values, keep_effects)
     if name in CHECKPOINTS:
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             # As the lowering of checkpoint does; without it XLA merges the recomputation with the forward pass.
             values = jax.lax.optimization_barrier(values)
-        return inline(_jax_compat.closed(eqn.params["jaxpr"]), values)
+        return inline(_jax_compat.closed(eqn.params["jaxpr"]), values, keep_effects)
     if name == "scan":
         consts, init, xs = scan_parts(eqn, values)
 
         def step(carry, x):
-            out = inline(eqn.params["jaxpr"], [*consts, *carry, *x])
+            out = inline(eqn.params["jaxpr"], [*consts, *carry, *x], keep_effects)
             return out[: len(init)], out[len(init) :]
 
         carry, ys = jax.lax.scan(step, init, xs, **_scan_keywords(eqn))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
 from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
-from gcjax._moments.api import check_samples_lead
+from gcjax._moments.aux import check_samples_lead
 from gcjax._training.chain_check import reject_optimiser, reject_two_compressors
 from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
 from gcjax._training.gradients import (

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from gcjax._core.state import reads_squares
 from gcjax._jax_compat import tracks_variation, varying_axes, zeros
-from gcjax._moments.api import value_and_moments, whole_batch_aux
+from gcjax._moments.api import value_and_moments
+from gcjax._moments.aux import Traced, whole_batch_aux
 from gcjax._moments.problem import check_scalar_loss
 from gcjax._training.frozen import merge_params
 from gcjax._training.local import as_local
@@ -51,14 +52,23 @@ class Inputs(NamedTuple):
 
 
 Moments = Callable[..., Any] | str | None  # the option of `make_train_step`
-Loss = Callable[[PyTree, Inputs], tuple[Array, tuple[PyTree, PyTree]]]  # to (loss, (model_state, aux))
+
+
+class Returned(NamedTuple):
+    """What a loss returns beside itself, None where it does not."""
+
+    model_state: PyTree
+    aux: PyTree
+
+
+Loss = Callable[[PyTree, Inputs], tuple[Array, Returned]]
 GradientFn = Callable[[PyTree, Inputs], BatchGradient]  # both of the trained parameters
 
 
 def uniform_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
     """`loss_fn` with the same arguments and results in every case, and with its results checked."""
 
-    def loss(trained: PyTree, inputs: Inputs) -> tuple[Array, tuple[PyTree, PyTree]]:
+    def loss(trained: PyTree, inputs: Inputs) -> tuple[Array, Returned]:
         options = {} if inputs.key is None else {"key": inputs.key}
         if inputs.model_state is not None:
             options["model_state"] = inputs.model_state
@@ -77,7 +87,7 @@ def uniform_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
         model_state = found.get("model_state")
         _check_loss_value(found["loss"])
         _check_model_state(inputs.model_state, model_state)
-        return found["loss"], (model_state, found.get("aux"))
+        return found["loss"], Returned(model_state, found.get("aux"))
 
     return loss
 
@@ -128,7 +138,7 @@ def batch_gradient(loss: Loss, moments: Callable[..., Any] | None, has_aux: bool
         return out if has_aux or model_state is not None else out[0]
 
     def gradient(trained: PyTree, inputs: Inputs) -> BatchGradient:
-        squares, rest = None, (None, None)
+        squares, rest = None, Returned(None, None)
         if moments is None:
             (value, rest), grad = jax.value_and_grad(loss, has_aux=True)(trained, inputs)
         else:
@@ -216,7 +226,20 @@ def accumulated(whole: GradientFn, parts: int, axes: tuple[str, ...], moments: C
         grad = jax.tree.map(lambda g, s: (g / count).astype(s.dtype), grad, shapes.gradient)
         # In a mean each sample counts 1 / (parts * part size), so its square falls by parts**2.
         squares = jax.tree.map(lambda s: s / count**2, squares)
-        aux = whole_batch_aux(aux, jax.eval_shape(whole, trained, inputs).aux)
+        traced = Traced(whole, trained, inputs)
+        depend = _depend_on_parts(traced, inputs)
+        aux = whole_batch_aux(aux, traced.shapes.aux, depend.aux, lambda: traced.values().aux)
         return BatchGradient(loss / count, grad, squares, model_state, aux)
 
     return gradient
+
+
+def _depend_on_parts(traced: Traced, inputs: Inputs) -> BatchGradient:
+    """Which results of a part depend on samples, its own or, through the model state, those of the parts before it."""
+    marks = jax.tree.map(lambda _: True, inputs)._replace(frozen=False)
+    of_state = jax.tree.map(lambda _: False, inputs.model_state)
+    while True:
+        found = traced.depends_on((False, marks._replace(model_state=of_state)))
+        if jax.tree.leaves(found.model_state) == jax.tree.leaves(of_state):
+            return found
+        of_state = found.model_state

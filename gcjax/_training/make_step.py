@@ -64,13 +64,16 @@ def make_train_step(
         `tx` sees None in their place. They may have any dtype.
       max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: each call looks at the
         result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
-      checks: whether to look for mistakes. The first call looks at losses of two samples, together and alone, to see
-        that `loss_fn` is their mean (a sum under reduction="sum"). That takes one forward pass and its compilation, and
-        finds sums, and with squares also BatchNorm without `sample_axis` and weighted means. It does not look inside
-        `jax.jit`, with `microbatches`, with less than two samples per worker, and where `loss_fn` cannot take two
-        samples. The call after 100 steps runs `gcjax.check_training`. Where parameters are sharded, transforms that mix
-        them, such as `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB
-        does: they see a shard.
+      checks: whether to look for mistakes. Where squares are computed, the first call compares the gradient of up to 8
+        samples of each worker, as one batch, with the mean (sum under reduction="sum") of their own gradients. That
+        finds sums, BatchNorm without `sample_axis` and weighted means. Elsewhere it compares a batch with the same
+        batch twice, and finds sums. It is silent where rounding errors may explain the difference, or where the
+        gradients of half of the parameters agree. It takes the time of a few steps of 8 samples, the memory of one with
+        squares, and their compilation. It does not look inside `jax.jit`, with `microbatches`, with squares of one
+        sample per worker, and where `loss_fn` cannot take so few samples. The call after 100 steps runs
+        `gcjax.check_training`. Where parameters are sharded, transforms that mix them, such as
+        `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB does: they see
+        a shard.
       check_vma: False for a loss that `jax.shard_map` takes only with its check_vma=False, as with Pallas kernels. JAX
         then does not track while the loss runs which values differ between workers; gradient, squares and updates are
         the same. One check is lost: a loss that sums over the workers itself is no longer found.

@@ -43,7 +43,7 @@ from gcjax._training.gradients import (
     uniform_loss,
 )
 from gcjax._training.local import as_local
-from gcjax._training.loss_check import check_losses, losses_to_compare
+from gcjax._training.loss_check import check_comparison, gradients_to_compare
 from gcjax._training.optimiser import update_with
 from gcjax._training.sharding import distribute, init_sharded, placeable, state_specs
 from gcjax._types import Array, PyTree
@@ -255,19 +255,19 @@ class TrainStep:
 
     def _check_loss(self, state: TrainState, batch: PyTree) -> None:
         """Check that the loss is a mean over samples, on all processes alike."""
-        over_workers, moments = PartitionSpec(self._axes), moments_for(state.opt_state, self._moments)
-
-        compared = self._tracked(functools.partial(losses_to_compare, self._loss, moments))
+        over_devices = PartitionSpec(self._mesh.axis_names)
+        moments = moments_for(state.opt_state, self._moments)
+        compared = self._tracked(functools.partial(gradients_to_compare, self._loss, moments))
 
         def local(state, batch):
             return compared(*self._loss_arguments(state, batch))[None]
 
         def compare(state, batch):
-            return self._on_devices(local, state, batch, over_workers)
+            return self._on_devices(local, state, batch, over_devices)
 
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         try:
             lowered = jax.jit(compare, out_shardings=everywhere).lower(state, batch)
-        except Exception:  # the user's loss may raise anything where it takes no two samples
+        except Exception:  # the user's loss may raise anything where it takes no other number of samples
             return
-        check_losses(np.asarray(lowered.compile()(state, batch)), moments, self._split(state.params)[0])
+        check_comparison(np.asarray(lowered.compile()(state, batch)), moments)

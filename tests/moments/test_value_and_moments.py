@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moments_cases import CASES, SIZE, assert_close, draw, net, net_data, weighted_net
+from moments_cases import CASES, SIZE, assert_close, batch_of, draw, net, net_data, scaled, weighted_net
 
 from gcjax import check_moments, explain_moments, value_and_moments
 
@@ -37,6 +37,28 @@ def test_every_method_equals_a_loop_over_samples():
             assert_close(moments.grad, grad, name=name)
             assert_close(moments.sum_grad_squared, squares, name=name)
             np.testing.assert_allclose(value, net(params, batch), rtol=1e-12, err_msg=name)
+
+
+def experts(params, batch):
+    """A mixture of experts: each position of a sample goes to one of three."""
+    x = batch["x"].reshape(-1, 5)
+    chosen = jnp.argmax(x @ params["router"], axis=-1)
+    order = jnp.argsort(chosen)
+    out = jax.lax.ragged_dot(x[order], params["w"], jnp.bincount(chosen, length=3))
+    return scaled(out[jnp.argsort(order)].reshape(*batch["x"].shape[:2], 4), batch)
+
+
+@pytest.mark.parametrize("groups", [None, 3])
+def test_a_loss_that_vmap_cannot_take_has_moments_by_scan(groups):
+    with jax.enable_x64(True):
+        params, batch = {"router": draw(3, 5, 3), "w": draw(4, 3, 5, 4)}, batch_of(4, 5)
+        size = groups or SIZE
+        grad, squares = by_hand(experts, params, batch, 1 / size, size)
+        options = {"method": "scan", "microbatches": groups}
+        _, moments = jax.jit(value_and_moments(experts, **options))(params, batch)
+        assert_close(moments.grad, grad)
+        assert_close(moments.sum_grad_squared, squares)
+        check_moments(experts, **options)(params, batch)
 
 
 def test_sum_reduction_leaves_gradient_and_squares_unscaled():
