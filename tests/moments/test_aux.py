@@ -145,7 +145,7 @@ def test_a_step_without_parts_returns_the_count():
 
 def test_a_compressed_gradient_does_not_return_one_sample_s_count():
     tx = gcjax.dense_compress(axis_name="data")
-    fn = gcjax.compressed_value_and_grad(COUNT, tx, mesh_of(2), has_aux=True)
+    fn = gcjax.compressed_value_and_grad(COUNT, tx, mesh_of(2), has_aux=True, moments=value_and_moments)
     with pytest.raises(TypeError, match=r"leaf .*\['n'\] .*int32\[\].*one value for each sample"):
         jax.eval_shape(fn, W, fn.init(W), X)
 
@@ -174,7 +174,7 @@ def test_integers_of_the_model_state_that_depend_on_no_sample_count_on(options):
 
 def test_integers_of_the_model_state_that_depend_on_samples_need_a_gradient_without_squares():
     loss = stateful(lambda n, out: n + jnp.sum(out > 0))
-    step = step_of(loss, has_aux=True)
+    step = step_of(loss, has_aux=True, moments=value_and_moments)
     with pytest.raises(TypeError, match=r"leaf .*model_state\['n'\] .*int32\[\].*moments=None"):
         step(step.init(W, model_state=START), X)
     for accumulate in (1, 2):
