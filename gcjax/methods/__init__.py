@@ -15,10 +15,8 @@ from gcjax._types import Array
 from gcjax.methods.demo import demo_compress
 from gcjax.methods.dense import dense_compress
 from gcjax.methods.dgc import dgc_compress
-from gcjax.methods.drive import drive_compress
 from gcjax.methods.drop import drop_compress
 from gcjax.methods.dryden import dryden_compress
-from gcjax.methods.ef21 import ef21_compress
 from gcjax.methods.ef_sign import ef_sign_compress
 from gcjax.methods.gaussian_k import gaussian_k_compress
 from gcjax.methods.natural import natural_compress
@@ -26,7 +24,6 @@ from gcjax.methods.onebit import onebit_compress
 from gcjax.methods.power_sgd import power_sgd_compress
 from gcjax.methods.qsgd import qsgd_compress
 from gcjax.methods.random_k import random_k_compress
-from gcjax.methods.sidco import sidco_compress
 from gcjax.methods.sign_vote import sign_vote_compress, signum_compress
 from gcjax.methods.sketch import sketch_compress
 from gcjax.methods.sparse_loco import sparse_loco_compress
@@ -39,10 +36,8 @@ __all__ = [
     "demo_compress",
     "dense_compress",
     "dgc_compress",
-    "drive_compress",
     "drop_compress",
     "dryden_compress",
-    "ef21_compress",
     "ef_sign_compress",
     "gaussian_k_compress",
     "natural_compress",
@@ -50,7 +45,6 @@ __all__ = [
     "power_sgd_compress",
     "qsgd_compress",
     "random_k_compress",
-    "sidco_compress",
     "sign_vote_compress",
     "signum_compress",
     "sketch_compress",
@@ -157,11 +151,6 @@ METHODS: dict[str, MethodRow] = {
         {"gaussian_k": lambda w: gaussian_k_compress(w.density, capacity=w.slots)},
         sparse=True,
     ),
-    "sidco": MethodRow(
-        "`sidco_compress(density)` | 5.1 per sent entry at 1/100 | yes | Abdelmoniem et al. 2021",
-        {"sidco": lambda w: sidco_compress(w.density, capacity=w.slots)},
-        sparse=True,
-    ),
     "dryden": MethodRow(
         "`dryden_compress(density=0.01)` | 1.2 per sent entry at 1/100, 8 per leaf | yes | Dryden et al. 2016",
         {"dryden": lambda w: dryden_compress(w.density, capacity=w.slots)},
@@ -170,11 +159,6 @@ METHODS: dict[str, MethodRow] = {
     "random_k": MethodRow(
         "`random_k_compress(density, key=key)` | 4 per sent entry | yes (`feedback=False`: no) | Stich et al. 2018",
         {"random_k": lambda w: random_k_compress(w.density, key=w.key)},
-        sparse=True,
-    ),
-    "ef21": MethodRow(
-        "`ef21_compress(density)` | 5.1 per sent entry at 1/100 | no: resends changes | Richtárik et al. 2021",
-        {"ef21": lambda w: ef21_compress(w.density)},
         sparse=True,
     ),
     "sketch": MethodRow(
@@ -201,10 +185,6 @@ METHODS: dict[str, MethodRow] = {
     "natural": MethodRow(
         "`natural_compress(key=key)` | 9N/8 | no | Horvath et al. 2019",
         {"natural": lambda w: natural_compress(key=w.key)},
-    ),
-    "drive": MethodRow(
-        "`drive_compress(bits=1, key=key)` | N/8 per bit | no (`feedback=True`: yes) | Vargaftik et al. 2021, 2022",
-        {"drive": lambda w: drive_compress(key=w.key)},
     ),
     "onebit": MethodRow(
         "`onebit_compress()` | N/8 + 8 per column, each way | yes | Seide et al. 2014",

@@ -344,7 +344,7 @@ def test_sigterm_before_the_first_step_stops_a_run_after_it(tmp_path):
 
 
 NEEDS = {"strom": "threshold=0.01", "demo": "top_k=8"}
-NEEDS |= dict.fromkeys(("top_k", "random_k", "gaussian_k", "sidco", "dryden", "ef21", "sketch"), "density=0.1")
+NEEDS |= dict.fromkeys(("top_k", "random_k", "gaussian_k", "dryden", "sketch"), "density=0.1")
 DEFAULT = ("variance",)
 
 

@@ -29,9 +29,7 @@ def test_every_method_can_be_chosen_by_text():
     assert options.parse_method("variance(alpha=2, threshold=0.1)") == ("variance", {"alpha": 2, "threshold": 0.1})
     for name in options.method_names():
         needs = {"strom": "threshold=1.0", "demo": "top_k=8"}.get(name, "")
-        density = (
-            "density=0.1" if name in ("top_k", "random_k", "gaussian_k", "sidco", "dryden", "ef21", "sketch") else ""
-        )
+        density = "density=0.1" if name in ("top_k", "random_k", "gaussian_k", "dryden", "sketch") else ""
         chosen = options.parse_method(f"{name}({needs or density})")
         tx = options.make_compressor(chosen, axis_name=None, steps=1)
         params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}

@@ -1,5 +1,6 @@
 """Bad use raises, with the value and the cure in the message."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_placing_state_on_a_mesh_without_its_axis_raises():
             "shape_for is None, .*_from_three",
         ),
         (
-            gcjax.drive_compress,
+            functools.partial(gcjax.random_k_compress, 0.5),
             {"key": jax.random.key(0), "feedback": True},
             {"key": jax.random.key(0), "feedback": False},
             r"error is \(1, 32, 128\), that of this transform \(1,\)",

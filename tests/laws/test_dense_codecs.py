@@ -21,8 +21,6 @@ METHODS = {
     "natural": functools.partial(gcjax.natural_compress, key=KEY),
     "terngrad": functools.partial(gcjax.terngrad_compress, None, aggregate="gather", key=KEY),
     "ef_sign": gcjax.ef_sign_compress,
-    "drive": functools.partial(gcjax.drive_compress, key=KEY),
-    "drive, feedback": functools.partial(gcjax.drive_compress, feedback=True, key=KEY),
     "float16": functools.partial(gcjax.dense_compress, "float16"),
 }
 EACH = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
@@ -87,10 +85,10 @@ def test_auto_takes_the_transport_that_moves_less(make, sizes, workers, expected
 
 
 def test_two_workers_gather_even_where_two_phases_would_save_padding():
-    # The first leaf has 9 blocks of its own, a half shares 5. The second is rotated in blocks of 4096, a half in 1024.
-    for name, size in (("ef_sign", (1 << 15) + 1), ("drive, feedback", (1 << 12) + 1)):
-        assert moved(METHODS[name], [size], 2, "two_phase") < moved(METHODS[name], [size], 2, "all_gather")
-        assert transfers(METHODS[name], [size], 2, "auto") == transfers(METHODS[name], [size], 2, "all_gather")
+    # The leaf has 9 blocks of its own, a half shares 5.
+    make, sizes = METHODS["ef_sign"], [(1 << 15) + 1]
+    assert moved(make, sizes, 2, "two_phase") < moved(make, sizes, 2, "all_gather")
+    assert transfers(make, sizes, 2, "auto") == transfers(make, sizes, 2, "all_gather")
 
 
 @pytest.mark.parametrize(("name", "bits"), [("ef_sign", 32 + 32), ("natural", 9 * 32), ("float16", 16 * 32)])
@@ -101,10 +99,10 @@ def test_payload_bits_count_the_messages_of_both_phases(name, bits):
 
 
 def test_auto_gathers_small_leaves():
-    # A leaf of 32 entries is a scale and a word; so is each of its pieces. DRIVE does not rotate pieces this small.
-    for make, sizes, workers in ((METHODS["ef_sign"], [32] * 9, 8), (METHODS["drive"], [600] * 3, 3)):
-        assert transfers(make, sizes, workers, "auto") == transfers(make, sizes, workers, "all_gather")
-        assert moved(make, sizes, workers, "auto") < moved(make, sizes, workers, "two_phase")
+    # A leaf of 32 entries is a scale and a word; so is each of its pieces.
+    make, sizes = METHODS["ef_sign"], [32] * 9
+    assert transfers(make, sizes, 8, "auto") == transfers(make, sizes, 8, "all_gather")
+    assert moved(make, sizes, 8, "auto") < moved(make, sizes, 8, "two_phase")
 
 
 @EACH

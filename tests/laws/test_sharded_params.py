@@ -255,15 +255,9 @@ def test_averaging_over_a_sharded_axis_raises(option):
         step.init({"u": np.zeros((16, 20), np.float32)})
 
 
-def test_a_method_that_cannot_take_shards_says_so():
-    mesh = jax.make_mesh((2, 4), ("slow", "fast"))
-    with pytest.raises(ValueError, match="ef21_compress takes no parameters that are sharded over"):
-        gcjax.init_sharded(gcjax.ef21_compress(0.1, axis_name="slow"), np.zeros(16, np.float32), mesh, P("fast"))
-
-
 # Loops, branches and parts of owners, whose types must fit.
-LOOPS = ["demo-decay", "onebit", "power_sgd-start", "drive-3-feedback-owners"]
-ONE_OF_EACH = {row.public: row for row in methods() if row.public != "ef21_compress"}.values()
+LOOPS = ["demo-decay", "onebit", "power_sgd-start", "ef_sign-owners"]
+ONE_OF_EACH = {row.public: row for row in methods()}.values()
 WITH_SHARDS = [
     pytest.param(row, marks=() if row.name in LOOPS else pytest.mark.full, id=row.name) for row in ONE_OF_EACH
 ]

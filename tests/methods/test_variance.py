@@ -303,12 +303,10 @@ def test_float16_values_of_a_leaf_of_zeros_are_zero(transport):
 
 
 SIZED_BY_DENSITY = {
-    "ef21": {},
     "drop": {},
     "dryden": {},
     "gaussian_k": {},
     "random_k": {"key": jax.random.key(0)},
-    "sidco": {},
     "sketch": {"key": jax.random.key(0)},
     "top_k": {},
     "variance": {},

@@ -51,7 +51,6 @@ READ = {  # chains with a compressor that reads squares, somewhere
 IGNORED = {
     "top_k": top_k,
     "in a chain": lambda: behind_momentum(top_k()),
-    "ef21": lambda: gcjax.ef21_compress(0.5, axis_name="data"),
     "of all leaves": lambda: by_leaf(top_k(), gcjax.dense_compress(axis_name="data")),
 }
 

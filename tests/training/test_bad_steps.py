@@ -75,7 +75,6 @@ CHAINS = {
     "momentum before": lambda: optax.chain(
         gcjax.local_transform(optax.trace(0.9), "data"), variance(), optax.sgd(1e-2)
     ),
-    "ef21": lambda: optax.chain(gcjax.ef21_compress(0.5, axis_name="data"), optax.adam(1e-2)),
     "delay": lambda: optax.chain(variance(), gcjax.delay(1), optax.adam(1e-2)),
     "two compressors": lambda: optax.chain(
         parted(variance(), gcjax.dense_compress(axis_name="data")), optax.adam(1e-2)
