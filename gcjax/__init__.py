@@ -2,7 +2,6 @@
 
 from gcjax import extend, gossip, methods
 from gcjax._core.check_training import check_training
-from gcjax._core.delay import DelayState, delay
 from gcjax._core.info import Info, info
 from gcjax._core.missing_squares import MissingSquaresWarning
 from gcjax._core.per_worker import PerWorker
@@ -30,7 +29,6 @@ from gcjax.methods import *  # noqa: F403
 __all__ = [
     "CompressState",
     "Cost",
-    "DelayState",
     "Info",
     "Link",
     "Method",
@@ -47,7 +45,6 @@ __all__ = [
     "check_training",
     "compress",
     "compressed_value_and_grad",
-    "delay",
     "distribute",
     "explain_moments",
     "extend",

@@ -54,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--density", default="1/100", metavar="SHARE", help="sent by sparse methods (default 1/100)")
     add.add_argument("--inner-workers", default="1", metavar="Q", help="workers on each host (default 1)")
     add.add_argument("--inner-link", metavar="SPEED", help="between the workers of a host, such as 300Gbit")
-    add.add_argument("--overlap", choices=["next_step"], help="of the compressors (default: none)")
     add.add_argument(
         "--methods", nargs="+", metavar="NAME", help="compare these only, such as variance 'power_sgd rank 2'"
     )
@@ -106,7 +105,6 @@ def _predicted(args: argparse.Namespace, measure_costs: Callable[..., object]) -
         "density": _share(args.density),
         "inner_workers": as_count("--inner-workers", args.inner_workers),
         "inner_link": args.inner_link,
-        "overlap": args.overlap,
         "methods": args.methods,
     }
     if args.measure:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 TRANSPORTS = ("all_gather", "two_phase", "auto")
-OVERLAPS = (None, "next_step")
 
 
 def check_number(

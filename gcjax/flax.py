@@ -230,7 +230,7 @@ def _from_state_dict(node: PerWorker, state: dict[str, Array]) -> PerWorker:
 
 def _fields(node: CompressState) -> dict[str, PyTree]:
     """The fields that are not static, as of a NamedTuple."""
-    return {"buckets": node.buckets, "report": node.report, "waiting": node.waiting}
+    return {"buckets": node.buckets, "report": node.report}
 
 
 def _fields_to_state_dict(node: CompressState) -> dict[str, PyTree]:

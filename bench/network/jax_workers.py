@@ -53,20 +53,13 @@ FILL = 0.98  # of the fixed capacities
 QUIET, CLEAR = 1e-3, 1.0  # magnitude of entries that do not pass, and the least of those that do
 SQUARE = 0.01  # of every entry: far above QUIET**2, and summed over the sets still below CLEAR**2
 
-LATE = {"overlap": "next_step"}
 WITHOUT = "without exchange"
 ALONE = (WITHOUT, "variance 1/100, without exchange")  # each host as a single worker
-# Rows of the whole training step: with the exchange behind the computation, and beside that of the next step.
+# Rows of the whole training step.
 TRAINING = {
     WITHOUT: ("normal", lambda gcjax, n, at: gcjax.dense_compress(**at)),
     "variance 1/100, without exchange": ROWS["variance 1/100"],
     **{row: ROWS[row] for row in (PLAIN, "variance 1/100", "PowerSGD 2")},
-    "dense float32, next step": ("normal", lambda gcjax, n, at: gcjax.dense_compress(**LATE, **at)),
-    "variance 1/100, next step": (
-        "1/100",
-        lambda gcjax, n, at: gcjax.variance_compress(capacity=n // 100, transport="all_gather", **LATE, **at),
-    ),
-    "PowerSGD 2, next step": ("normal", lambda gcjax, n, at: gcjax.power_sgd_compress(2, key=_key(), **LATE, **at)),
 }
 
 

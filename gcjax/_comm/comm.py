@@ -29,7 +29,6 @@ class Comm:
         some steps only: one metered() for a conditional, one branch() in each of its branches.
       inner_workers: number of inner workers that share the work of one worker here. All collectives but the maximum
         are cut into as many parts. Static.
-      fixed_length: whether a message must have one length, whatever the data. Static.
     """
 
     size: int
@@ -42,4 +41,3 @@ class Comm:
     bytes_moved: Callable[[], float]
     metered: Callable[[], Callable[[], "Comm"]]
     inner_workers: int = 1
-    fixed_length: bool = False

@@ -18,19 +18,18 @@ from gcjax._core.per_worker import OTHER_OPTIONS
 from gcjax._types import Array, PyTree
 
 
-def meaning(buckets: PyTree, waits: bool) -> dict[str, str]:
+def meaning(buckets: PyTree) -> dict[str, str]:
     """The options that give the arrays of a state their meaning.
 
     They do not depend on the process, on the versions of Python and JAX, or on the number of workers.
 
     Args:
       buckets: one worker's state of each bucket, of arrays or of their shapes.
-      waits: whether a gradient waits for the next step.
 
     Returns:
       From the name of each static field to its text, and from that of each array to its shape.
     """
-    found = {"overlap": repr("next_step" if waits else None)}
+    found: dict[str, str] = {}
 
     def note(name: str, node: Any) -> None:
         for field in dataclasses.fields(node) if dataclasses.is_dataclass(node) else ():

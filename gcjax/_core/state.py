@@ -83,42 +83,13 @@ class CompressState:
     Attributes:
       buckets: PerWorker, a tuple with the method's state of each bucket.
       report: PerWorker, an `UpdateReport`.
-      waiting: PerWorker, with `overlap="next_step"` a `Waiting`, otherwise None.
       reads_squares: whether the method reads `sum_grad_squared`. Static: a training step looks here before it computes
         any.
     """
 
     buckets: PerWorker
     report: PerWorker
-    waiting: PerWorker
     reads_squares: bool = dataclasses.field(metadata={"static": True})
-
-
-class GradientInput(NamedTuple):
-    """What a compressor takes in, a tuple of float32 arrays for each bucket.
-
-    Attributes:
-      gradients: of this worker.
-      squares: `sum_grad_squared`, None for a bucket without.
-    """
-
-    gradients: tuple[tuple[Array, ...], ...]
-    squares: tuple[tuple[Array, ...] | None, ...]
-
-    def mixed(self, mixing: Mixing) -> "GradientInput":
-        return GradientInput(mixing.means(self.gradients), mixing.squares(self.squares))
-
-
-class Waiting(NamedTuple):
-    """What is exchanged in the next step.
-
-    Attributes:
-      present: bool, False before the first step.
-      taken: the last step's `GradientInput`.
-    """
-
-    present: Array
-    taken: GradientInput
 
 
 def is_compress_state(node: object) -> bool:
@@ -132,7 +103,7 @@ def reads_squares(tree: PyTree) -> bool:
 
 def options_of(state: CompressState) -> dict[str, str]:
     """The `meaning` of a state, of one worker or of all."""
-    return meaning(state.buckets.of_one(), bool(state.waiting.shapes))
+    return meaning(state.buckets.of_one())
 
 
 def compress_states(tree: PyTree) -> list[CompressState]:

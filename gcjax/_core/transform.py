@@ -1,12 +1,13 @@
 """From a compressor to an optax transform."""
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
+from gcjax._comm.comm import Comm
 from gcjax._core.chain import Passing, seen
 from gcjax._core.checks import (
     check_countable,
@@ -17,21 +18,17 @@ from gcjax._core.checks import (
     reject_reduced,
     reject_several_devices,
 )
-from gcjax._core.compressor import Compressor, checked
+from gcjax._core.compressor import Compressor, SendReport, checked
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.options import check_checksum, check_options, checksum, meaning
 from gcjax._core.owned import check_workers, shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
-from gcjax._core.state import CompressState, GradientInput, UpdateReport, Waiting, fresh_report, options_of
+from gcjax._core.state import CompressState, UpdateReport, fresh_report, options_of
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
-from gcjax._kernels.floats import FLOAT_MAX
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
 from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import OVERLAPS, check_choice
-
-NOTHING_WAITS = 2  # said instead of 0 or 1, whether a gradient is bad, in the first step
 
 
 def compress(
@@ -39,7 +36,6 @@ def compress(
     *,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transform that replaces each worker's gradient by the compressed mean over the workers.
 
@@ -53,13 +49,6 @@ def compress(
         them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
         along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
         link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
-      overlap: "next_step" exchanges each gradient one step later, so that the exchange does not wait for the
-        backward pass and XLA can run both at once. The first update is then zero, all others come one step late, which
-        may need a lower learning rate, and the last gradient is never applied. The state also holds the gradient, and
-        its squares for a method that uses them: a float32 per parameter each. XLA moves no collective out of a
-        conditional, so messages must have a fixed length: methods whose number of entries follows the data need an
-        int as `capacity`, `variance_compress` that or a `density`; in two phases also an `owner_density`, without which
-        `transport="auto"` gathers. None exchanges at once.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
@@ -70,14 +59,14 @@ def compress(
       (`PerWorker`), and per shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
 
     Raises:
-      ValueError: one axis is named twice; an unknown `overlap`.
+      ValueError: one axis is named twice.
       TypeError: `compressor` is not a `Compressor`.
 
     Raises (from `update`):
       ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
-        `sum_grad_squared`, `params` or state of another structure; a state of other options; with `overlap`, messages
-        whose length follows the data; a negative `sum_grad_squared` where its value is known; in `jax.pmap` and with
-        check_vma=False, leaves that `optax.masked` or `optax.partition` hides.
+        `sum_grad_squared`, `params` or state of another structure; a state of other options; a negative
+        `sum_grad_squared` where its value is known; in `jax.pmap` and with check_vma=False, leaves that `optax.masked`
+        or `optax.partition` hides.
       TypeError: leaves of integer or complex dtype; a method whose functions return something else than `Compressor`
         says.
 
@@ -88,32 +77,44 @@ def compress(
     [ 0. -3.]
     """
     worker_axes, inner_axes = axis_tuple(axis_name), axis_tuple(inner_axis_name)
-    check_choice("overlap", overlap, OVERLAPS)
-    next_step = overlap is not None
     if both := set(worker_axes) & set(inner_axes):
         raise ValueError(f"axis_name and inner_axis_name must differ, both name {sorted(both)}")
     compressor = checked(compressor)
     compressor = compressor._replace(init=in_32_bits(compressor.init), update=in_32_bits(compressor.update))
 
-    def packed(parts: tuple[PyTree, ...], axes: tuple[str, ...]) -> CompressState:
-        buckets, report, waiting = (PerWorker.pack(part, axes) for part in parts)
-        return CompressState(buckets, report, waiting, compressor.uses_squares)
-
     def new_buckets(layout: Layout) -> tuple[PyTree, ...]:
         return tuple(compressor.init(bucket) for bucket in layout.buckets)
+
+    def packed(buckets: PyTree, report: UpdateReport, axes: tuple[str, ...]) -> CompressState:
+        return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes), compressor.uses_squares)
 
     def init(params: PyTree) -> CompressState | Passing:
         if (looking := seen.get()) is not None:
             return looking.init(worker_axes + inner_axes)
         if stands_for_params(params):
-            return CompressState(WHOLE_NODE, WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
+            return CompressState(WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
         layout = layout_of(params)
         axes = worker_axes + _shard_axes(params, worker_axes + inner_axes)
         buckets = new_buckets(layout)
-        report = fresh_report(layout.entries, checksum(meaning(buckets, next_step)))
-        buckets = shared_among(buckets, _bound_workers(worker_axes, inner_axes))
-        waiting = Waiting(jnp.bool_(False), _zero_input(layout, compressor.uses_squares)) if next_step else None
-        return packed((buckets, report, waiting), axes)
+        report = fresh_report(layout.entries, checksum(meaning(buckets)))
+        return packed(shared_among(buckets, _bound_workers(worker_axes, inner_axes)), report, axes)
+
+    def check(layout: Layout, updates: PyTree, state: CompressState, squares: PyTree, comm: Comm) -> None:
+        """Raise for mistakes that show while tracing; `check_inputs` has looked at structures and shapes."""
+        if worker_axes or inner_axes:
+            check_countable(layout.entries)
+            reject_hidden(updates)
+        else:
+            reject_several_devices(updates)
+        buckets, report = state.buckets.unpack(), state.report.unpack()
+        check_workers(buckets, comm.size)
+        options = options_of(state)
+        check_options(meaning(jax.eval_shape(lambda: new_buckets(layout))), options)
+        if not isinstance(report.options, jax.core.Tracer):
+            check_checksum(options, report.options)
+        reject_reduced(updates, worker_axes + inner_axes)
+        if compressor.uses_squares and squares is None:
+            warn_of_missing_squares()
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
@@ -122,98 +123,109 @@ def compress(
         layout = layout_of(updates)
         sum_grad_squared = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, sum_grad_squared)
-        if not compressor.uses_squares:  # so that XLA computes none
-            sum_grad_squared = None
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        is_single = not worker_axes and not inner_axes
-        if is_single:
-            reject_several_devices(updates)
-        else:
-            check_countable(layout.entries)
-            reject_hidden(updates)
-        states, axes = tuple(part.unpack() for part in (state.buckets, state.report, state.waiting)), state.buckets.axes
-        comm = dataclasses.replace(comm_for_axes(worker_axes, inner_axes), fixed_length=next_step)
-        # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere.
+        comm, axes = comm_for_axes(worker_axes, inner_axes), state.buckets.axes
+        squares = sum_grad_squared if compressor.uses_squares else None  # so that XLA computes none
+        check(layout, updates, state, squares, comm)
+        # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere; in the end
+        # even what is equal everywhere, so that the carry of a scan keeps its type.
         varying = axes if tracks_variation(axes) else ()
-        old_states, old_report, waiting = vary(states, varying)
-        check_workers(old_states, comm.size)
-        options = options_of(state)
-        check_options(meaning(jax.eval_shape(lambda: new_buckets(layout)), next_step), options)
-        if not isinstance(old_report.options, jax.core.Tracer):
-            check_checksum(options, old_report.options)
-        reject_reduced(updates, worker_axes + inner_axes)
-        if compressor.uses_squares and sum_grad_squared is None:
-            warn_of_missing_squares()
-        if inner_axes:
-            updates, sum_grad_squared = _inner_mean(updates, sum_grad_squared, inner_axes)
+        old_buckets, old_report = vary((state.buckets.unpack(), state.report.unpack()), varying)
 
-        taken = _taken_in(layout, updates, sum_grad_squared)
-        if next_step:
-            (present, taken), waiting = waiting, Waiting(jnp.bool_(True), _to_wait(taken, compressor.uses_squares))
+        taken = _taken_in(layout, updates, squares, inner_axes)
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        bad = bad_leaves(*taken)
-        # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
-        # flags of all leaves again in every kernel that uses the result.
-        any_bad = (bad % (old_report.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
-        if next_step:
-            any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
-        is_own = old_report.options == jnp.uint32(checksum(options))  # and not restored from that of other options
-        any_bad = jnp.where(is_own, any_bad, 1)
-        if is_single:
-            any_bad = when_lowered(any_bad, reject_partitioned)
-        claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
-        largest = comm.max(jnp.concatenate([pmax_if_axes(any_bad, shard_axes)[None], claims]))
-        agreed = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0])
-        all_finite = agreed == 0
-
+        bad = _bad(taken, old_report, checksum(options_of(state)), layout)
+        if not worker_axes and not inner_axes:
+            bad = when_lowered(bad, reject_partitioned)
+        agreement = _agree(taken, bad, old_report, comm, shard_axes)
         results = [
-            compressor.update(gradient, square, bucket_state, comm, all_finite)
-            for gradient, square, bucket_state in zip(*taken, old_states, strict=True)
+            compressor.update(gradient, square, bucket_state, comm, agreement.all_finite)
+            for gradient, square, bucket_state in zip(*taken, old_buckets, strict=True)
         ]
-        means, bucket_states, reports = zip(*results, strict=True)
-        if next_step:
-            means = jax.tree.map(lambda x: jnp.where(agreed == NOTHING_WAITS, 0, x), means)
-
-        sent = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *reports)
-        report = UpdateReport(
-            sent=sent._replace(wire_bytes=sent.wire_bytes + comm.bytes_moved()),
-            parameters=jnp.float32(layout.entries),
-            workers=jnp.int32(comm.size),
-            inner_workers=jnp.int32(comm.inner_workers),
-            skipped=old_report.skipped + (agreed == 1),
-            saturated=count_beyond_range(layout, means),
-            symptoms=in_32_bits(old_report.symptoms.after)(largest[1:], comm),
-            options=old_report.options,
-        )
-        # Mark every leaf as varying, even one that is equal everywhere, so that the carry of a scan keeps its type.
-        new = packed(vary((bucket_states, report, waiting), varying), axes)
-        return _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes), new
+        means, buckets, sent = zip(*results, strict=True)
+        report = _reported(sent, layout, means, old_report, agreement, comm)
+        buckets, report = vary((buckets, report), varying)
+        updates = _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes)
+        return updates, packed(buckets, report, axes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _taken_in(layout: Layout, updates: PyTree, sum_grad_squared: PyTree) -> GradientInput:
-    squares = (None,) * len(layout.buckets) if sum_grad_squared is None else flatten(layout, sum_grad_squared)
-    return GradientInput(tuple(flatten(layout, updates)), tuple(squares))
+class GradientInput(NamedTuple):
+    """What a compressor takes in, a tuple of float32 arrays for each bucket.
+
+    Attributes:
+      gradients: of this worker.
+      squares: `sum_grad_squared`, None for a bucket without.
+    """
+
+    gradients: tuple[tuple[Array, ...], ...]
+    squares: tuple[tuple[Array, ...] | None, ...]
 
 
-def _to_wait(taken: GradientInput, uses_squares: bool) -> GradientInput:
-    """What has to wait for the next step: the squares only if they are used, and then always."""
-    if not uses_squares:
-        return taken
-    pairs = zip(*taken, strict=True)
-    return taken._replace(squares=tuple(_squares(gs) if s is None else s for gs, s in pairs))
+class Agreement(NamedTuple):
+    """What the workers have agreed on in one maximum.
+
+    Attributes:
+      all_finite: bool, whether this step is taken: no worker's input is bad.
+      claims: int32[4], the maxima of all workers' `Symptoms.claims`.
+    """
+
+    all_finite: Array
+    claims: Array
 
 
-def _squares(gradient: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Finite for a finite gradient below 2**80."""
-    return tuple(jnp.minimum(g * g, FLOAT_MAX) for g in gradient)
+def _taken_in(layout: Layout, updates: PyTree, squares: PyTree, inner_axes: tuple[str, ...]) -> GradientInput:
+    if inner_axes:
+        updates, squares = _inner_mean(updates, squares, inner_axes)
+    of_buckets = (None,) * len(layout.buckets) if squares is None else flatten(layout, squares)
+    return GradientInput(tuple(flatten(layout, updates)), tuple(of_buckets))
 
 
-def _zero_input(layout: Layout, uses_squares: bool) -> GradientInput:
-    zeros = tuple(tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments) for bucket in layout.buckets)
-    return _to_wait(GradientInput(zeros, (None,) * len(zeros)), uses_squares)
+def _bad(taken: GradientInput, old: UpdateReport, options: int, layout: Layout) -> Array:
+    """1 if this worker's input is not finite, or its state was restored from that of other options; else 0. int32."""
+    # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the flags of
+    # all leaves again in every kernel that uses the result.
+    bad = bad_leaves(*taken) % (old.skipped + min(layout.entries, 2**30) + 1) > 0
+    return jnp.where(old.options == jnp.uint32(options), bad.astype(jnp.int32), 1)
+
+
+def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shard_axes: tuple[str, ...]) -> Agreement:
+    """One maximum over the workers: whether anybody's input is bad, and what `Symptoms` looks for.
+
+    Args:
+      taken: this worker's input.
+      bad: int32, whether it is bad.
+      old: the report of the last update.
+      comm: the collectives.
+      shard_axes: axes over which the parameters are sharded; a shard is skipped with the others.
+    """
+    claims = in_32_bits(old.symptoms.claims)(*taken, comm)
+    largest = comm.max(jnp.concatenate([pmax_if_axes(bad, shard_axes)[None], claims]))
+    all_finite = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0]) == 0
+    return Agreement(all_finite, largest[1:])
+
+
+def _reported(
+    sent: tuple[SendReport, ...],
+    layout: Layout,
+    means: tuple[PyTree, ...],
+    old: UpdateReport,
+    agreement: Agreement,
+    comm: Comm,
+) -> UpdateReport:
+    of_buckets = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *sent)
+    return UpdateReport(
+        sent=of_buckets._replace(wire_bytes=of_buckets.wire_bytes + comm.bytes_moved()),
+        parameters=jnp.float32(layout.entries),
+        workers=jnp.int32(comm.size),
+        inner_workers=jnp.int32(comm.inner_workers),
+        skipped=old.skipped + ~agreement.all_finite,
+        saturated=count_beyond_range(layout, means),
+        symptoms=in_32_bits(old.symptoms.after)(agreement.claims, comm),
+        options=old.options,
+    )
 
 
 def _bound_workers(worker_axes: tuple[str, ...], inner_axes: tuple[str, ...]) -> int:

@@ -77,7 +77,6 @@ class Setting(NamedTuple):
       step_time: seconds of a step without the exchange.
       inner_workers: workers on each host.
       inner_link: between the workers of a host; None for one worker.
-      overlap: "next_step" if the exchange runs beside the step; None if it follows it.
     """
 
     parameters: int
@@ -86,7 +85,6 @@ class Setting(NamedTuple):
     step_time: float
     inner_workers: int
     inner_link: Link | None
-    overlap: str | None
 
     @property
     def hosts(self) -> int:
@@ -111,9 +109,7 @@ class Setting(NamedTuple):
 
     def step_seconds(self, transfers: Iterable[Transfer], squares: bool, compute: float) -> float:
         """Seconds of a whole step, `compute` of them for compressing and decoding."""
-        exchange = self.exchange_seconds(transfers)
-        hidden = min(self.step_time, exchange) if self.overlap else 0.0
-        return self.step_time + compute + self.inner_mean_seconds(squares) + exchange - hidden
+        return self.step_time + compute + self.inner_mean_seconds(squares) + self.exchange_seconds(transfers)
 
 
 def as_link(name: str, value: Link | str | float, latency: float) -> Link:

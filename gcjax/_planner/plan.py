@@ -18,7 +18,7 @@ from gcjax._planner.network import Link, Setting, as_count, as_link, as_seconds
 from gcjax._planner.prediction import DENSE, Candidate, Plan, predict
 from gcjax._planner.standard import standard_methods
 from gcjax._types import PyTree
-from gcjax._validation import OVERLAPS, check_choice, check_integer, check_number
+from gcjax._validation import check_integer, check_number
 
 INNER_LATENCY = 5e-6
 
@@ -33,7 +33,6 @@ def plan(
     latency: str | float = 50e-6,
     inner_workers: int = 1,
     inner_link: Link | str | float | None = None,
-    overlap: str | None = None,
     methods: Mapping[str, Method] | Sequence[str] | None = None,
     costs: Mapping[str, Cost | tuple[float, float, float]] | None = None,
     progress: Progress | None = None,
@@ -41,11 +40,10 @@ def plan(
     """Predict the time of a training step with every method, to see which one pays, if any.
 
     The transfers are read from the methods themselves, traced for that many workers. Forward and backward pass and
-    optimiser (`step_time`), compressing and decoding, and the transfers follow each other. With `overlap="next_step"`
-    the transfers run during `step_time`, and only the longer of the two counts. Compressing and decoding cost what was
-    measured on this device. Costs not known yet are measured by `gcjax.measure_costs`, which takes a minute or two for
-    all methods. All workers are assumed to be equally fast and payloads to be full. What a method does to the accuracy
-    is outside the model.
+    optimiser (`step_time`), compressing and decoding, and the transfers follow each other. Compressing and decoding
+    cost what was measured on this device. Costs not known yet are measured by `gcjax.measure_costs`, which takes a
+    minute or two for all methods. All workers are assumed to be equally fast and payloads to be full. What a method
+    does to the accuracy is outside the model.
 
     Args:
       params_or_size: the parameters, a pytree of arrays or `jax.ShapeDtypeStruct`s; or their number, such as 25_600_000
@@ -59,7 +57,6 @@ def plan(
       inner_workers: workers on each host. The mean is taken over their `inner_link` first (`inner_axis_name`); they
         then share the work of one worker over the link between the hosts.
       inner_link: as `link`, with a latency of 5 microseconds.
-      overlap: that of the compressors, "next_step" or None. The mean over the `inner_link` is never hidden.
       methods: names of those to compare ("variance", "top_k (two_phase)", "power_sgd rank 2" as in the table, but
         without densities), None for all; or other methods by name, each a `gcjax.Method(make)`, where make(parameters)
         returns a transform made without axis names. Of several capacities, the largest counts.
@@ -83,7 +80,7 @@ def plan(
     """
     check_number("density", density, 0.0, 1.0)
     params = _as_params(params_or_size)
-    setting = _as_setting(params, workers, link, step_time, latency, inner_workers, inner_link, overlap)
+    setting = _as_setting(params, workers, link, step_time, latency, inner_workers, inner_link)
     chosen = _chosen(methods, standard_methods(density))
     if costs is None:
         costs = CostStore().costs_of(chosen, progress)
@@ -106,9 +103,7 @@ def _as_setting(
     latency: str | float,
     inner_workers: int,
     inner_link: Link | str | float | None,
-    overlap: str | None,
 ) -> Setting:
-    check_choice("overlap", overlap, OVERLAPS)
     check_integer("workers", workers, 1)
     check_integer("inner_workers", inner_workers, 1)
     if workers % inner_workers:
@@ -122,7 +117,6 @@ def _as_setting(
         step_time=as_seconds("step_time", step_time),
         inner_workers=inner_workers,
         inner_link=None if inner_link is None else as_link("inner_link", inner_link, INNER_LATENCY),
-        overlap=overlap,
     )
 
 

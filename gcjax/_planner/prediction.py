@@ -116,7 +116,6 @@ class Plan(NamedTuple):
         head = (
             f"{setting.parameters:,} parameters, {setting.workers:,} workers{inside}, "
             f"{rate_text(setting.link.bits_per_second)}, step without exchange {seconds_text(setting.step_time)}"
-            f"{', exchange during the next step' if setting.overlap else ''}"
         )
         titles = ("method", "transport", "wire MB", "compute ms", "wire ms", "step ms", "speed-up", "pays below")
         cells = [titles, *(_cells(row) for row in self.rows)]

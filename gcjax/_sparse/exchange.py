@@ -42,8 +42,7 @@ def exchange(message: Message, transport: TransportState, comm: Comm, all_finite
     if transport.owed.value is None:
         return _all_gather_exchange(message, transport, comm, all_finite)
     phases = TwoPhase.create(message, comm.size)
-    too_long = phases.most_words(message) >= _words(message)[-1]
-    if transport.name == "auto" and (too_long or (comm.fixed_length and not phases.has_fixed_length)):
+    if transport.name == "auto" and phases.most_words(message) >= _words(message)[-1]:
         return _all_gather_exchange(message, transport, comm, all_finite)
     return two_phase_exchange(phases, message, transport, transport.owed.value, comm, all_finite)
 

@@ -141,15 +141,6 @@ def move(
     Returns:
       uint32[workers, m], zeros behind the length; and the bytes moved, float32.
     """
-
-    if comm.fixed_length and len(lengths) > 1:
-        raise ValueError(
-            f"overlap='next_step' needs messages of a fixed length, and these have one of {len(lengths)}, depending on "
-            "the data: XLA does not move collectives out of a conditional, so nothing would overlap. Give an int as "
-            "capacity, or a density where the method has one. With transport='two_phase', variance_compress also needs "
-            "an owner_density, for example 1/8; other methods need transport='all_gather'"
-        )
-
     branch = comm.metered()
 
     def at_length(length):

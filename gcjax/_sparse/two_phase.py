@@ -101,11 +101,6 @@ class TwoPhase(NamedTuple):
         dense = [header.words + self.code.bits * self.words] if self.has_dense else []
         return [header.words + self.from_owners.words(slots) for slots in self.from_owners.capacities] + dense
 
-    @property
-    def has_fixed_length(self) -> bool:
-        """Whether the messages of each phase have one length, whatever the data."""
-        return not self.has_dense and len(self.to_owners.capacities) == len(self.from_owners.capacities) == 1
-
     def header(self, message: Message) -> Header:
         """The header of the second phase, without scales."""
         leaves = len(message.bucket.segments)

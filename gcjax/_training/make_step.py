@@ -34,8 +34,8 @@ def make_train_step(
     A bad step, in which the gradient of some worker is not finite, is skipped whole: parameters, optimiser and
     `model_state` stay as they were, bit for bit. Only `step`, `skipped` and the compressor's count of steps advance.
     Updates of parameters that no compressor handles must be finite too. A loss that is not finite does not make a step
-    bad if the gradient is finite. With `overlap="next_step"` the bad step is the one after, which applies the gradient
-    that is not finite. A worker's `model_state` also stays as it was if one of its entries would become non-finite.
+    bad if the gradient is finite. A worker's `model_state` also stays as it was if one of its entries would become
+    non-finite.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a

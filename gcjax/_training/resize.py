@@ -21,8 +21,7 @@ def resize(state: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
     workers had seen the samples. What owners owe in two phases is distributed anew. A method without residual that no
     longer needs owners loses it, which is one rounding error of a mean. Values that are equal on all workers stay.
     State that is not of gcjax, such as that of `gcjax.local_transform`, and `model_state` are averaged where they are
-    floats. A gradient that waits for the next step (`overlap`) keeps waiting. `gcjax.info` starts anew, except
-    `skipped`.
+    floats. `gcjax.info` starts anew, except `skipped`.
 
     If the batch per worker stays the same, the batch of a step changes, and with it the best learning rate.
 

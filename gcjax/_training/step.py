@@ -204,7 +204,6 @@ class TrainStep:
         else:
             updates, opt_state, bad = skipping_bad(update, state.opt_state)
             new_params = where_good(bad, params, optax.apply_updates(params, updates))
-            # With overlap="next_step" the compressor reports a bad gradient in the step after.
             spoilt = is_spoilt(inputs.model_state, model_state)
             model_state = where_good(bad | spoilt, inputs.model_state, model_state)
             skipped = jnp.where(bad, skipped + 1, 0)

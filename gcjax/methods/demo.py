@@ -65,7 +65,6 @@ def demo_compress(
     decay: ArrayLike = 0.999,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the `top_k` largest cosine coefficients of every chunk of a decaying sum of gradients.
 
@@ -89,7 +88,7 @@ def demo_compress(
       chunk: largest length of a chunk along an axis, up to 256.
       decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams` with `top_k` and `chunk`
         among its static_args).
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, or a decay out of range.
@@ -141,7 +140,7 @@ def demo_compress(
         report = dense_report(len(index), (INDEX_BITS + 32) * len(index))
         return from_groups(mean, bucket, chunk, _inverse), DemoState(kept, chunk, bucket), report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _decode(

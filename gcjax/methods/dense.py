@@ -24,7 +24,6 @@ def dense_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The mean of the workers' gradients, sent whole: 4 or 2 bytes per parameter.
 
@@ -34,7 +33,7 @@ def dense_compress(
       transport: of 16-bit values: to every other worker ("all_gather"), which moves more bytes than float32 from 5
         workers on; to their owner and from it to all ("two_phase"), which moves half the bytes of float32; or "auto"
         for the one that moves fewer bytes, two phases from 3 workers on. float32 values are all-reduced.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for another dtype; for another transport than "auto" with float32.
@@ -87,4 +86,4 @@ def dense_compress(
         return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
 
     method = Compressor(EmptyState, update)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -73,7 +73,6 @@ def dgc_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the k entries of largest accumulated velocity, k = max(1, floor(density * entries)).
 
@@ -114,7 +113,7 @@ def dgc_compress(
       dense_below: see above; 0 compresses everything.
       capacity: as in `gcjax.variance_compress`; None for one capacity per stage.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a value out of range, also of a schedule.
@@ -185,7 +184,7 @@ def dgc_compress(
         (v, u), (g,) = values, inputs
         return v, momentum * (u + g) if nesterov else momentum * u + g
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _density_schedule(

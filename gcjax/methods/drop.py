@@ -39,7 +39,6 @@ def drop_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the entries of gradient plus residual whose magnitude reaches a quantile, estimated from a sample.
 
@@ -64,7 +63,7 @@ def drop_compress(
         The samples are smaller: 65,536 entries in all, but at least 4,096 per leaf.
       capacity: as in `gcjax.variance_compress`; None for 1/2, 5/4 and 2 times the wanted count.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density or capacity out of range.
@@ -94,7 +93,7 @@ def drop_compress(
         return count_for_density(density, bucket.entries)
 
     method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _of_all(a: Array, step: Array, bucket: Bucket, density: float) -> Array:

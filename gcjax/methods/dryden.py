@@ -60,7 +60,6 @@ def dryden_compress(
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the largest entries of each sign of gradient plus residual as their class's mean.
 
@@ -84,7 +83,7 @@ def dryden_compress(
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
       capacity: as in `gcjax.variance_compress`; None for six from 1/4 to 2 times the wanted count.
       transport, wire: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density or capacity out of range.
@@ -129,7 +128,7 @@ def dryden_compress(
         new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
         return exchanged.mean, new, exchanged.report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _select(a: Array, density: float, bucket: Bucket, step: Array) -> tuple[Array, Array]:

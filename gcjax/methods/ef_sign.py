@@ -24,7 +24,6 @@ def ef_sign_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry of gradient plus residual, scaled by the leaf's mean magnitude.
 
@@ -47,7 +46,7 @@ def ef_sign_compress(
     Args:
       transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
         unless the leaves are small.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for an unknown transport.
@@ -64,7 +63,7 @@ def ef_sign_compress(
     [ 2. -2.] [2. 2.]
     """
     codec = dense_codec(_encode, _decode, feedback=True, transport=transport)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _encode(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, int]:

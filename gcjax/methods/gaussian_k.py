@@ -35,7 +35,6 @@ def gaussian_k_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the entries of gradient plus residual above a threshold taken from their mean and standard deviation.
 
@@ -62,7 +61,7 @@ def gaussian_k_compress(
       density: wanted share of the entries to send, in (0, 1].
       capacity: as in `gcjax.variance_compress`; None for 1/2, 4/3 and 4 times k.
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density or capacity out of range.
@@ -92,7 +91,7 @@ def gaussian_k_compress(
         return _adjusted_mask(x, threshold, wanted(bucket))
 
     method = method_without_padding(select, capacities_around(wanted, CAPACITIES, capacity), transport)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array, Array]:

@@ -30,7 +30,6 @@ def natural_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry and one of the two powers of two around it.
 
@@ -52,7 +51,7 @@ def natural_compress(
     Args:
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for an unknown transport.
@@ -89,4 +88,4 @@ def natural_compress(
         return bits_float(unpack_planes(payload, BITS) << _MANTISSA)
 
     codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -57,7 +57,7 @@ class OneBitState:
 
 
 def onebit_compress(
-    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
 
@@ -77,7 +77,7 @@ def onebit_compress(
     Momentum, weight decay and learning rate come after it: `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
 
     Args:
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     **Randomness**: none. **Bias**: biased, which the residual corrects; nothing is lost. **Non-finite input**: the
     update is NaN on all workers and every worker's state stays as it was.
@@ -125,7 +125,7 @@ def onebit_compress(
         report = dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
         return _leaves(updates, bucket), new, report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _is_matrix(s: Segment) -> bool:

@@ -96,7 +96,6 @@ def power_sgd_compress(
     epsilon: float = 1e-6,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends two thin factors of every matrix, as all-reduces, whose cost does not grow with the number of workers.
 
@@ -124,7 +123,7 @@ def power_sgd_compress(
       start_step: number of first updates, in which the gradient changes fast, that send everything whole.
       epsilon: in [0, 1). A column of P counts as zero if no more than this share of it is left after its projection on
         the earlier columns is removed.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. What `gcjax.info` counts as sent entries are the values on the wire.
@@ -197,7 +196,7 @@ def power_sgd_compress(
         return mean, new, report
 
     low_rank = functools.partial(_low_rank, key, epsilon)
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _low_rank(

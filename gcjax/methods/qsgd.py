@@ -49,7 +49,6 @@ def qsgd_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
 
@@ -81,7 +80,7 @@ def qsgd_compress(
         not zero, its distance from the previous one and its level in Elias's omega code, and the sign.
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for an argument out of range or an unknown transport; for bits=1 with norm="l2", whose variance would
@@ -148,7 +147,7 @@ def qsgd_compress(
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
     codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)
-    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(codec, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _elias_bits(level: Array, blocks: Groups) -> Array:

@@ -33,7 +33,6 @@ def random_k_compress(
     feedback: bool = True,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends k random entries of gradient plus residual, the same on all workers, as values without indices.
 
@@ -57,7 +56,7 @@ def random_k_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       block: entries per block. Blocks are drawn instead of entries, at least one, which is faster on most devices.
       feedback: keep what is not sent in a residual; without it, what is sent is scaled by d/k.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density or block out of range.
@@ -107,7 +106,7 @@ def random_k_compress(
         new = CodecState(error, step + all_finite, bucket)
         return bucket.split(mean), new, dense_report(len(own), 32 * len(own))
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _place(number: Array, bucket: Bucket) -> tuple[Array, Array, Array]:

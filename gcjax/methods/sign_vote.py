@@ -57,7 +57,7 @@ class SignumState:
 
 
 def sign_vote_compress(
-    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None, overlap: str | None = None
+    *, axis_name: AxisNames = None, inner_axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
     """Every worker votes on the sign of each entry; the update is the sign with most votes.
 
@@ -72,7 +72,7 @@ def sign_vote_compress(
     `optax.chain(gcjax.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping has no effect.
 
     Args:
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     **Randomness**: none. **Bias**: biased, and nothing corrects it: where workers disagree, training ends at the
     entrywise median of their optima; with noisy and skewed gradients it may not descend at all.
@@ -92,7 +92,7 @@ def sign_vote_compress(
         return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
 
     method = Compressor(EmptyState, update)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def signum_compress(
@@ -100,7 +100,6 @@ def signum_compress(
     *,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Every worker votes with the sign of its own momentum; the update is the sign with most votes.
 
@@ -114,7 +113,7 @@ def signum_compress(
 
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a momentum out of range.
@@ -141,7 +140,7 @@ def signum_compress(
         m = jnp.where(all_finite, m, state.momentum)
         return _vote(m, bucket, comm, all_finite), SignumState(m, bucket), _report(bucket)
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _report(bucket: Bucket) -> SendReport:

@@ -62,7 +62,6 @@ def sketch_compress(
     candidates: int = 4,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the k entries whose sum over the workers is largest, according to a count sketch.
 
@@ -90,7 +89,7 @@ def sketch_compress(
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       momentum: m, in [0, 1); static.
       candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density, momentum or size out of range, or an even number of rows.
@@ -162,7 +161,7 @@ def sketch_compress(
         exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport, report)
         return exchanged.mean, state.after(exchanged, values, all_finite), report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _packed_mask(index: Array, sent: Array, words: int) -> Array:

@@ -76,7 +76,6 @@ def sparse_loco_compress(
     average: str = "senders",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the `top_k` largest entries of every chunk of a decaying residual, in `bits` bits each.
 
@@ -108,7 +107,7 @@ def sparse_loco_compress(
       average: "senders" adds up what was sent of an entry and divides by the number of those that sent it, as the
         authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
         gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, a decay or `bits` out of range, an unknown
@@ -153,7 +152,7 @@ def sparse_loco_compress(
         report = dense_report(message.sent_entries(), message.payload_bits())
         return mean, SparseLocoState(left, bucket), report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 class _Message(NamedTuple):

@@ -46,7 +46,6 @@ def strom_compress(
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry whose accumulated gradient exceeds a threshold.
 
@@ -65,7 +64,7 @@ def strom_compress(
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
       capacity: as in `gcjax.variance_compress`.
       transport, wire: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a threshold or capacity out of range.
@@ -100,4 +99,4 @@ def strom_compress(
         new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))
         return exchanged.mean, new, exchanged.report
 
-    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -50,7 +50,6 @@ def terngrad_compress(
     transport: str = "all_gather",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends every entry as -1, 0 or +1, relative to the largest of its leaf after clipping.
 
@@ -78,7 +77,7 @@ def terngrad_compress(
       aggregate: "sum" or "gather".
       key: random key, made by `jax.random.key(seed)`; the same on all workers.
       transport: of "gather", as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for an argument out of range; for a transport of "sum", which has no choice.
@@ -103,7 +102,7 @@ def terngrad_compress(
     if aggregate == "sum" and transport != "all_gather":
         raise ValueError(f"transport={transport!r} needs aggregate='gather': sums are all-reduced")
     compressor = _summed(clip, key) if aggregate == "sum" else _gathered(clip, key, transport)
-    return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _summed(clip: ArrayLike | None, key: Array) -> Compressor:

@@ -26,7 +26,6 @@ def top_k_compress(
     transport: str = "auto",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the k entries of largest magnitude of gradient plus residual, k = max(1, floor(density * parameters)).
 
@@ -44,7 +43,7 @@ def top_k_compress(
     Args:
       density: share of the entries to send, in (0, 1].
       transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name, overlap: as in `gcjax.compress`.
+      axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
       ValueError: for a density out of range.
@@ -70,4 +69,4 @@ def top_k_compress(
         return top_k_mask(a, count(bucket))
 
     method = method_without_padding(select, count, transport)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -98,7 +98,6 @@ def variance_compress(
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
-    overlap: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends an entry when its accumulated gradient stands out from its accumulated variance.
 
@@ -153,7 +152,6 @@ def variance_compress(
       wire: "compact", or "word" for the paper's word per entry.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
-      overlap: "next_step" exchanges each gradient one step later, beside the next computation; see `gcjax.compress`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. `update` takes `sum_grad_squared`, a pytree like the gradient with
@@ -234,7 +232,7 @@ def variance_compress(
         return capacities_for(capacity, bucket.entries)
 
     method = Compressor(init, update, uses_squares=True)
-    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name, overlap=overlap)
+    return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _check(

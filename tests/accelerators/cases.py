@@ -119,28 +119,9 @@ CASES = {
 }
 PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 
-# Steps of a model that multiplies matrices, to see what the exchange runs beside.
-LAYERS = {f"layer_{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(4)}
-LAYERS_BATCH = jax.ShapeDtypeStruct((8 * 64, 1024), jnp.float32)
-FIXED: dict[str, Any] = {"capacity": 1 << 15, "transport": "all_gather"}
-LATE: dict[str, Any] = {"overlap": "next_step"}
-SCHEDULED = {
-    "variance": Case("variance", _variance(**FIXED, **LATE), squares=True),
-    "variance, two_phase": Case(
-        "variance", _variance(capacity=1 << 15, owner_density=1 / 16, **OWNERS, **LATE), squares=True
-    ),
-    "top_k": Case("top_k", _plain(gcjax.top_k_compress, 0.01, transport="all_gather", **LATE)),
-    "qsgd": Case("qsgd", _keyed(gcjax.qsgd_compress, 4, **LATE)),
-    "power_sgd": Case("power_sgd", _keyed(gcjax.power_sgd_compress, 2, **LATE)),
-    "qsgd, at once": Case("qsgd", _keyed(gcjax.qsgd_compress, 4)),
-}
-SCHEDULE = "schedule"  # in place of a mesh's name
-
 
 def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     """The training step of a case."""
-    if mesh_name == SCHEDULE:
-        return _lower_layers(SCHEDULED[name], target)
     case, mesh = CASES[name], targets.mesh_of(target, MESHES[mesh_name])
     tx = case.make(**AXES[mesh_name])
     if case.method in gcjax.methods.METHODS:
@@ -151,18 +132,6 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     return targets.lower(step, mesh, PARAMS, BATCH)
 
 
-def _lower_layers(case: Case, target: str) -> jax.stages.Lowered:
-    mesh = targets.mesh_of(target, MESHES["one axis"])
-    chain = optax.chain(case.make(axis_name="data"), optax.adam(1e-3))
-    return targets.lower(gcjax.make_train_step(_layers_loss, chain, mesh), mesh, LAYERS, LAYERS_BATCH)
-
-
-def _layers_loss(params: dict, batch: jax.Array) -> jax.Array:
-    for kernel in params.values():
-        batch = jnp.tanh(batch @ kernel)
-    return jnp.mean(batch**2)
-
-
 def _loss(params: dict, batch: jax.Array) -> jax.Array:
     outputs = [jnp.sum(jnp.tanh(batch[:, None] * x.reshape(1, -1)), axis=1) for x in params.values()]
     return jnp.mean(sum(outputs))
@@ -170,7 +139,7 @@ def _loss(params: dict, batch: jax.Array) -> jax.Array:
 
 def main() -> None:
     target, folder = sys.argv[1:]
-    for number, (name, mesh) in enumerate([*PAIRS, *((name, SCHEDULE) for name in SCHEDULED)]):
+    for number, (name, mesh) in enumerate(PAIRS):
         found: dict[str, Any] = {"name": name, "mesh": mesh}
         begin = time.perf_counter()
         try:

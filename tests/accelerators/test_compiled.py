@@ -4,7 +4,6 @@ Nothing runs. A child process for each target compiles all cases, in an environm
 first run downloads more than 2 GB. Run by `make accelerators-test`, not by `make test`.
 """
 
-import collections
 import json
 import subprocess
 from pathlib import Path
@@ -125,51 +124,6 @@ def test_what_float16_rounds_off_is_kept(target, program):
     """XLA leaves out a conversion to float16 and back; the sender would then keep nothing of it."""
     bodies = program(target, "variance, float16", "one axis").computations.values()
     assert any(instruction.opcode == "reduce-precision" for body in bodies for instruction in body)
-
-
-def matmuls_beside(program, target):
-    """Kind of collective -> matrix multiplications that the schedule runs between its start and its end.
-
-    The TPU compiler cuts a gather into steps, and puts each into a fusion with a multiplication. The other schedules
-    instructions between a start and a done.
-    """
-    beside = collections.Counter()
-    if target == "tpu":
-        for name, body in program.computations.items():
-            if name != program.entry and any(i.opcode in ("convolution", "dot") for i in body):
-                beside.update({i.opcode for i in body if i.opcode in hlo.COLLECTIVES})
-        return beside
-    entry = program.computations[program.entry]
-    for begin, instruction in enumerate(entry):
-        if instruction.opcode in hlo.COLLECTIVES and "-start(" in instruction.line:
-            name = instruction.line.split(" = ")[0].split()[-1]
-            end = next(i for i, other in enumerate(entry) if f"-done({name})" in other.line)
-            between = sum("kind=kCustom" in i.line or "__cublas" in i.line for i in entry[begin:end])
-            beside[instruction.opcode] = max(beside[instruction.opcode], between)
-    return beside
-
-
-# What hides behind the backward and forward pass. On TPUs exchanges between owners and small sums do not.
-HIDDEN = {
-    ("gpu", "variance"): {"all-gather"},
-    ("gpu", "variance, two_phase"): {"all-to-all", "all-gather"},
-    ("gpu", "top_k"): {"all-gather"},
-    ("gpu", "qsgd"): {"all-gather"},
-    ("gpu", "power_sgd"): {"all-reduce"},
-    ("tpu", "variance"): {"all-gather"},
-    ("tpu", "variance, two_phase"): {"all-gather"},
-    ("tpu", "top_k"): {"all-gather"},
-    ("tpu", "qsgd"): {"all-gather"},
-    ("gpu", "qsgd, at once"): set(),
-    ("tpu", "qsgd, at once"): set(),
-}
-
-
-@pytest.mark.accelerators
-@pytest.mark.parametrize(("target", "name"), HIDDEN)
-def test_the_exchange_of_the_last_step_runs_beside_matrix_multiplications(target, name, program):
-    beside = matmuls_beside(program(target, name, cases.SCHEDULE), target)
-    assert {kind for kind, count in beside.items() if count >= 2} == HIDDEN[target, name]
 
 
 def test_every_method_has_a_case():

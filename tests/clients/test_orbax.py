@@ -74,7 +74,7 @@ def test_a_step_that_is_under_way_refuses_such_a_checkpoint_too(tmp_path):
     step(running, batch_of(3))
 
 
-@pytest.mark.parametrize("options", [{"transport": "two_phase"}, {"transport": "all_gather", "overlap": "next_step"}])
+@pytest.mark.parametrize("options", [{"transport": "two_phase"}, {"transport": "all_gather"}])
 def test_a_checkpoint_of_the_same_options_takes_the_same_steps(options, tmp_path):
     step, again = make_step(**options), make_step(**options)
     state = trained(step)

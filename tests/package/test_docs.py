@@ -23,7 +23,6 @@ SHOWN_BY = {  # users get them from this function or class, whose doctest shows 
     "CompressState": "compress",
     "ConsensusDistance": "consensus_distance",
     "Curves": "simulate",
-    "DelayState": "delay",
     "EmptyState": "dense_codec",
     "Exchanged": "exchange",
     "GossipInfo": "info",

@@ -189,7 +189,6 @@ def test_own_methods_are_compared_with_dense():
         ({"inner_workers": 3, "inner_link": "1Gbit"}, "inner_workers must divide workers, got 3 and 16"),
         ({"inner_workers": 4}, "go together, got 4 and None"),
         ({"inner_link": "1Gbit"}, "go together, got 1 and '1Gbit'"),
-        ({"overlap": "backward"}, "overlap must be one of None, 'next_step', got 'backward'"),
         ({"methods": ["zip"]}, "no method zip; there are dense float32, "),
         ({"costs": {}}, "costs has no entry for dense float32, "),
     ],
@@ -210,30 +209,6 @@ def test_units_are_read_and_written():
     assert [as_seconds("t", x) for x in ("300ms", "50us", "2s", 1)] == pytest.approx([0.3, 5e-5, 2, 1])
     assert [as_count("n", x) for x in ("25.6M", "7B", "512", 3)] == [25_600_000, 7_000_000_000, 512, 3]
     assert [rate_text(x) for x in (2.5e9, 1e8, 0, math.inf)] == ["2.5 Gbit", "100 Mbit", "never", "always"]
-
-
-@pytest.mark.parametrize(("step_time", "exposed"), [(0.5, "exchange"), (30.0, "nothing")])
-@pytest.mark.sample(1)
-def test_the_exchange_hides_behind_a_step_that_is_long_enough(step_time, exposed):
-    behind, beside = (plan("1M", 4, SLOW, step_time, overlap=overlap) for overlap in (None, "next_step"))
-    for row in behind.rows:
-        hidden = row_of(beside, row.method)
-        assert row.step == pytest.approx(step_time + row.compute + row.wire)
-        assert hidden.step == pytest.approx(max(step_time, row.wire) + row.compute)
-    dense = row_of(beside, "dense float32")
-    assert dense.step - dense.compute == pytest.approx(dense.wire if exposed == "exchange" else step_time)
-    assert "exchange during the next step" in str(beside)
-    assert beside.at("10Gbit").setting.overlap == "next_step"
-
-
-def test_the_mean_within_a_host_is_never_hidden():
-    inner = {"inner_workers": 4, "inner_link": "10Gbit"}
-    behind, beside = (plan("1M", 16, "100Mbit", 100.0, overlap=overlap, **inner) for overlap in (None, "next_step"))
-    for row in behind.rows:
-        hidden, mean = row_of(beside, row.method), beside.setting.inner_mean_seconds(row.squares)
-        assert mean > 0
-        assert hidden.step == pytest.approx(100.0 + row.compute + mean)
-        assert row.wire > mean
 
 
 @pytest.mark.parametrize("size", [np.int64(4_000_000), np.float32(4e6), np.array(4_000_000)])

@@ -43,7 +43,6 @@ READ = {  # chains with a compressor that reads squares, somewhere
     "in a chain": lambda: behind_momentum(variance()),
     "scaled first": lambda: gcjax.scale_first(optax.clip(1.0), variance()),
     "of some leaves": lambda: by_leaf(top_k(), variance()),
-    "late": lambda: gcjax.variance_compress(axis_name="data", capacity=64, overlap="next_step"),
     "with hyperparameters": lambda: optax.inject_hyperparams(
         gcjax.variance_compress, static_args=("axis_name", "capacity", "decay")
     )(alpha=0.5, axis_name="data", capacity=64),

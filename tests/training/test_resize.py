@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, compress_state, mesh_of, residuals, sample_gradients
-from rows import SHAPES, SIZES
+from rows import SIZES
 from test_laws import METHODS, PARAMS, inputs, runner_of
 
 import gcjax
@@ -129,18 +129,6 @@ def test_squares_are_those_of_the_joint_batch():
 def settled(state):
     (bucket,) = compress_state(state).buckets.stacked()
     return on_host(jax.vmap(type(bucket).settled)(bucket))
-
-
-def test_a_gradient_that_waits_waits_on():
-    tx = gcjax.top_k_compress(0.1, axis_name="data", overlap="next_step")
-    runner, fours = Runner(tx, PARAMS, 8), Runner(tx, PARAMS, 4)
-    ((g, s),) = steps_of(8, 1)
-    runner.step(g, s)
-    fours.step(jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]).mean(1), g))
-    fours_resized = fours.restart()
-    fours_resized.state = gcjax.resize(runner.state, mesh_of(4))
-    nothing = {name: np.zeros((4, *shape), np.float32) for name, shape in SHAPES.items()}
-    jax.tree.map(np.testing.assert_allclose, fours_resized.step(nothing), fours.step(nothing))
 
 
 def loss_fn(params, batch):
