@@ -152,14 +152,13 @@ def compress(
         if next_step:
             (present, taken), waiting = waiting, Waiting(jnp.bool_(True), _to_wait(taken, compressor.uses_squares))
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        bad = bad_leaves(*taken)
+        is_own = old_report.options == jnp.uint32(checksum(options))  # and not restored from that of other options
+        bad = jnp.where(is_own, bad_leaves(*taken), jnp.int32(1))
         # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the
         # flags of all leaves again in every kernel that uses the result.
         any_bad = (bad % (old_report.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
         if next_step:
-            any_bad = jnp.where(present, any_bad, NOTHING_WAITS)
-        is_own = old_report.options == jnp.uint32(checksum(options))  # and not restored from that of other options
-        any_bad = jnp.where(is_own, any_bad, 1)
+            any_bad = jnp.where(present | ~is_own, any_bad, NOTHING_WAITS)
         if is_single:
             any_bad = when_lowered(any_bad, reject_partitioned)
         claims = in_32_bits(old_report.symptoms.claims)(*taken, comm)
