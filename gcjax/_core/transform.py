@@ -185,10 +185,11 @@ def _taken_in(layout: Layout, updates: PyTree, squares: PyTree, inner_axes: tupl
 
 def _bad(taken: GradientInput, old: UpdateReport, options: int, layout: Layout) -> Array:
     """1 if this worker's input is not finite, or its state was restored from that of other options; else 0. int32."""
+    is_own = old.options == jnp.uint32(options)
+    leaves = jnp.where(is_own, bad_leaves(*taken), jnp.int32(1))
     # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the flags of
     # all leaves again in every kernel that uses the result.
-    bad = bad_leaves(*taken) % (old.skipped + min(layout.entries, 2**30) + 1) > 0
-    return jnp.where(old.options == jnp.uint32(options), bad.astype(jnp.int32), 1)
+    return (leaves % (old.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
 
 
 def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shard_axes: tuple[str, ...]) -> Agreement:
