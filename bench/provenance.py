@@ -24,8 +24,6 @@ _LOCAL = ("bench/local.py", "examples/gossip.py", "examples/common")
 SOURCES = {
     "accelerators": ("bench/accelerators",),
     "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
-    "damage": ("bench/damage.py", "examples/multihost.py", "examples/common"),
-    "elastic": ("bench/elastic.py", "bench/network/links.py", "examples/multihost.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
     "local": _LOCAL,
     "local-text": _LOCAL,

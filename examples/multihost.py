@@ -8,7 +8,6 @@ all machines must share, training goes on from the last checkpoint with --resume
     python examples/multihost.py --local 2          # two processes on this machine's CPU
     python examples/multihost.py --coordinator 10.0.0.1:9876 --processes 2 --process 0    # on one machine, 10.0.0.1
     python examples/multihost.py --coordinator 10.0.0.1:9876 --processes 2 --process 1    # on another
-    python examples/multihost.py --elastic 10.0.0.1:9876 --out /shared/run    # on each machine, with its own address
     srun python examples/multihost.py --auto        # SLURM, Open MPI, Kubernetes, TPU slices: JAX finds the others
     python examples/multihost.py --help
 """
@@ -113,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
             state, metrics = step(state, placed)
             loss = float(metrics.loss.addressable_shards[0].data[0])  # of one worker; waits for the step
             seconds.append(time.perf_counter() - begin)
-            launch.step_finished(done + 1)
+            launch.step_finished()
             info, done = gcjax.info(state.opt_state), done + 1
             sent = {"wire": sent["wire"] + info.wire_bytes, "dense": sent["dense"] + info.wire_ratio * info.wire_bytes}
             bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{info.wire_ratio:.1f}", refresh=False)
@@ -159,7 +158,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
     parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     count, real = above_zero(int), above_zero(float)
-    launch.add_options(parser, elastic=True)
+    launch.add_options(parser)
     cpus = "virtual CPU devices of each process, each a worker; 1 with --local; without it all devices that JAX finds"
     parser.add_argument("--devices-per-process", type=count, metavar="D", help=cpus)
     parser.add_argument("--method", choices=METHODS, default="variance", help="how gradients are exchanged")
@@ -180,7 +179,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     launch.check_options(parser, args)
     if args.resume and not args.out:
         parser.error("--resume needs --out, the folder with the checkpoints")
-    if args.allow and not (args.resume or args.elastic):
+    if args.allow and not args.resume:
         parser.error("--allow names what may differ from a checkpoint: it needs --resume")
     if args.local and not args.devices_per_process:
         args.devices_per_process = 1

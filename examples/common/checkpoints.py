@@ -26,7 +26,7 @@ UNCHECKED = {SUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}  # Orbax writes
 NOT_HYPERPARAMETERS = {
     *("data", "text", "out", "resume", "allow", "checkpoint_every", "decoders", "sample", "temperature"),
     *("coordinator", "processes", "process", "auto", "local", "wait", "heartbeat", "stall", "child"),
-    *("devices_per_process", "elastic", "progress"),
+    *("devices_per_process"),
 }
 UNHARMED = "Those before it are as they were: --resume goes on from the last"
 PyTree = Any
@@ -131,16 +131,9 @@ class Checkpoints:
     def start(self, state: PyTree, args: argparse.Namespace) -> tuple[PyTree, Record | None]:
         """What to begin with: the initial state and None, or with `--resume` what `restore` returns.
 
-        With `--elastic`, what `restore` returns if there is a checkpoint, of any number of workers.
-
         Raises:
           Problem: see `restore`; or there are checkpoints, without `--resume`.
         """
-        if getattr(args, "elastic", None):  # what process 0 finds decides
-            found = np.int32(self.manager.latest_step() is not None)
-            if not multihost_utils.broadcast_one_to_all(found):
-                return state, None
-            return self.restore(state, settings_of(args), [*args.allow, "workers"])
         if args.resume:
             return self.restore(state, settings_of(args), args.allow)
         if self.manager.latest_step() is not None:

@@ -16,15 +16,14 @@ from typing import Any
 
 import jax
 
-from common import elastic
 from common.cli import Problem, Stopped, above_zero
 from common.supervise import print_error, process_lost, supervise
 
 Job = Callable[[argparse.Namespace], None]
 
 
-def add_options(parser: argparse.ArgumentParser, elastic: bool = False) -> None:
-    """Add the options that say which processes train together; `elastic`: whether their number may change."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which processes train together."""
     count = above_zero(int)
     parser.add_argument("--coordinator", type=address, metavar="HOST:PORT", help="where process 0 runs; any free port")
     parser.add_argument("--processes", type=count, help="number of processes, the same for all")
@@ -37,28 +36,16 @@ def add_options(parser: argparse.ArgumentParser, elastic: bool = False) -> None:
     )
     text = "without a finished step after which a process ends; ten times as long before the first one, to compile it"
     parser.add_argument("--stall", type=count, default=600, metavar="SECONDS", help=text)
-    if elastic:
-        text = (
-            "this host's address: training goes on when other hosts are lost, and takes them back. Each host runs the "
-            "same command with its own address and the same --out, and listens at PORT and the port after it; "
-            "--processes is the number of hosts to wait for at the start"
-        )
-        parser.add_argument("--elastic", type=address, metavar="HOST:PORT", help=text)
-        parser.add_argument("--progress", help=argparse.SUPPRESS)  # where a child of --elastic notes its steps
-    else:
-        parser.set_defaults(elastic=None, progress=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error if the options of `add_options` contradict each other."""
-    joined = [args.coordinator, args.process, *([] if args.elastic else [args.processes])]
+    joined = [args.coordinator, args.process, args.processes]
     if any(x is not None for x in joined) and None in joined:
         parser.error("--coordinator, --processes and --process go together")
-    if not args.child and bool(args.coordinator) + args.auto + bool(args.local) + bool(args.elastic) > 1:
-        parser.error("--coordinator, --auto, --local and --elastic exclude each other")
-    if args.elastic and (not args.out or args.resume):
-        parser.error("--elastic needs --out, which all hosts share, and goes on from its last checkpoint by itself")
+    if not args.child and bool(args.coordinator) + args.auto + bool(args.local) > 1:
+        parser.error("--coordinator, --auto and --local exclude each other")
     if args.process is not None and not 0 <= args.process < args.processes:
         parser.error(f"--process must be from 0 to {args.processes - 1}, --processes less one; got {args.process}")
 
@@ -78,10 +65,6 @@ def run(args: argparse.Namespace, job: Job) -> int:
     command = [sys.executable, *sys.argv, "--child"]
     if args.child:
         threading.Thread(target=end_with_parent, daemon=True).start()
-        if args.progress:
-            _progress.append(os.open(args.progress, os.O_WRONLY))
-    elif args.elastic:
-        return elastic.run(args, command)
     elif args.local:
         os.environ["JAX_PLATFORMS"] = "cpu"
         with socket.socket() as held:  # bound but not listening: JAX can share the port, no other program gets it
@@ -247,19 +230,11 @@ def end_with_parent() -> None:
 
 
 _last_step: list[float] = []  # when the last step finished; nothing before the first one
-_progress: list[int] = []  # with --elastic: an open file, and the number of the first step
 
 
-def step_finished(number: int = 0) -> None:
-    """Note that training goes on. Without it this process ends after `--stall` seconds, if there are others.
-
-    Args:
-      number: of the step, for `--elastic`.
-    """
+def step_finished() -> None:
+    """Note that training goes on. Without it this process ends after `--stall` seconds, if there are others."""
     _last_step[:] = [time.monotonic()]
-    if _progress:
-        file, first = _progress[:] = [_progress[0], *(_progress[1:] or [number])]
-        os.pwrite(file, elastic.PROGRESS.pack(first, number), 0)
 
 
 def end_when_stalled(seconds: float) -> None:
