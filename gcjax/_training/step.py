@@ -194,7 +194,7 @@ class TrainStep:
             grad,
             params=params,
             squares=squares,
-            value=lambda: dense_mean(loss, self._axes),
+            value=lambda: self._value(loss),
             checks=self._looks,
         )
         skipped = state.skipped
@@ -226,6 +226,10 @@ class TrainStep:
     def _tracked(self, run: Callable[..., Result]) -> Callable[..., Result]:
         """What calls the loss, with JAX's tracking of varying values unless it was turned off."""
         return run if self._check_vma else functools.partial(without_mesh_types, run)
+
+    def _value(self, loss: Array) -> Array:
+        """The loss for transforms that ask for a `value`: the same on all workers, as their updates must be."""
+        return dense_mean(loss, self._axes)
 
     def _loss_arguments(self, state: TrainState, batch: PyTree) -> tuple[PyTree, Inputs]:
         """The parameters to train, whole and typed as the worker's own, and what else its loss depends on."""

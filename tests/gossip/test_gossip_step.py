@@ -40,6 +40,20 @@ def test_params_and_momentum_are_per_worker():
     assert found.relative == pytest.approx(distance / np.linalg.norm(w.mean(0)), rel=1e-4)
 
 
+def test_a_transform_that_asks_for_the_loss_gets_each_workers_own():
+    def times_value(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda x: x * value, updates), state
+
+    by_loss = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), times_value)
+    x, y, _ = least_squares()
+    tx = optax.chain(optax.sgd(0.02), by_loss, gossip.swarm_average(2, key=KEY, axis_name="data"))
+    step = gossip.make_train_step(loss_fn, tx, mesh_of(8))
+    state, metrics = step(step.init({"w": jnp.zeros(5)}), (x.reshape(-1, 5), y.reshape(-1)))
+    grad = np.einsum("wsi,ws->wi", x, -y) / x.shape[1]
+    expected = -0.02 * grad * np.asarray(metrics.loss)[:, None]
+    np.testing.assert_allclose(state.params.stacked()["w"], expected, atol=1e-5)
+
+
 def test_chains_in_which_gossip_cannot_work_raise():
     average = gossip.local_sgd(2, compressor=gcjax.top_k_compress(0.1, axis_name="data"), axis_name="data")
     for tx, message in (
