@@ -36,7 +36,6 @@ from gcjax._sparse.value_codes import (
     ValueCode,
     class_mean_code,
     float_code,
-    level_code,
     power_of_two_code,
     sign_code,
 )
@@ -82,7 +81,6 @@ __all__ = [
     "goes_through_owners",
     "hash_bits",
     "leaf_groups",
-    "level_code",
     "pack_mask",
     "pack_planes",
     "pack_uint",

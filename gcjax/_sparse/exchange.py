@@ -65,7 +65,7 @@ def _all_gather_exchange(message: Message, transport: TransportState, comm: Comm
     going = jnp.where(fill == 0, sent, 0)
 
     def code_at(place):
-        return header.encode(message.values.reshape(-1)[position_of(place)], place, message.key)
+        return header.encode(message.values.reshape(-1)[position_of(place)], place)
 
     words = jnp.concatenate([header.packed(going), wire.write(sent_mask, going, code_at, rung)])
     arrived, wire_bytes = move(words, _words(message), rung, comm, lambda comm, x: comm.gather(x))

@@ -29,7 +29,6 @@ class Message(NamedTuple):
       capacities: numbers of slots, ascending. The smallest that holds every worker's entries is used.
       scales: uint32[leaves], the leaves' scales as `code.to_scale` makes them, or uint32[2 * leaves] for a code with
         two scales per leaf. Codes without scales ignore it, others raise ValueError without it.
-      key: this worker's random key for this step, for codes that draw random numbers.
       wire: layout of the entries, "compact" or "word"; see `gcjax._sparse.wire`.
       owner_density: share of its entries that an owner passes on in a step, the largest; None for all of which
         something arrived. See `gcjax._sparse.two_phase`.
@@ -41,7 +40,6 @@ class Message(NamedTuple):
     bucket: Bucket
     capacities: tuple[int, ...]
     scales: Array | None = None
-    key: Array | None = None
     wire: str = "compact"
     owner_density: float | None = None
 
@@ -95,9 +93,9 @@ class Header(NamedTuple):
         leaf = self.leaf_of_word[place // WORD]
         return tuple(scales[leaf] for scales in jnp.split(self.scales, self.code.scale_sets))
 
-    def encode(self, x: Array, place: Array, key: Array | None) -> Array:
+    def encode(self, x: Array, place: Array) -> Array:
         """The codes of values at these places of the bucket."""
-        return self.code.encode(x, self.scales_at(place)[0], place, key)
+        return self.code.encode(x, self.scales_at(place)[0])
 
 
 class Exchanged(NamedTuple):

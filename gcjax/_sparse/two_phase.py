@@ -131,7 +131,7 @@ def two_phase_exchange(
     def message_to(owner):
         def code_at(own):
             place = phases.place_of(owner, own)
-            return header.encode(message.values.reshape(-1)[position_of(place)], place, message.key)
+            return header.encode(message.values.reshape(-1)[position_of(place)], place)
 
         entries = phases.to_owners.write(dealt[owner], going[owner], code_at, rung)
         return jnp.concatenate([header.packed(going[owner]), entries])
@@ -231,13 +231,13 @@ def _from_owners(
 
     def sparse(total):
         def code_at(own):
-            return header.encode(total.reshape(-1)[position_of(own)], phases.place_of(rank, own), None)
+            return header.encode(total.reshape(-1)[position_of(own)], phases.place_of(rank, own))
 
         entries = wire.write(going, count, code_at, rung)
         return _padded(entries, room), jnp.where(unpack_mask(going), rounded, 0)
 
     def dense(total):
-        codes = code.encode(total, scale_at, None, None)
+        codes = code.encode(total, scale_at)
         return _padded(pack_planes(codes, code.bits, phases.words), room), rounded
 
     room = max(wire.room, code.bits * phases.words if phases.has_dense else 0)

@@ -19,9 +19,7 @@ from gcjax._kernels.floats import (
     power_of_two,
     rounded,
     sign_bit,
-    to_unit,
 )
-from gcjax._kernels.hashing import uniform
 from gcjax._types import Array, ArrayLike
 
 _SIGN_SHIFT = 31
@@ -35,22 +33,20 @@ class ValueCode(NamedTuple):
       scale_bits: bits of one leaf's scale in the header, 0 for none.
       to_scale: to_scale(peak) -> scale, uint32: peak holds the bits of a leaf's largest magnitude, 0 if it sends none.
       smallest: smallest(scale) -> the smallest magnitude that the code can send, float32.
-      encode: encode(x, scale, index, key) -> uint32 below 2**bits, of float32, uint32 and int32 arrays of one shape.
-        index is each entry's place in the bucket and key this worker's for this step, for codes that draw
-        random numbers; None else.
+      encode: encode(x, scale) -> uint32 below 2**bits, of float32 and uint32 arrays of one shape.
       decode: decode(code, *scales) -> float32, the inverse. Of codes with several scales per leaf it gets all of them.
       round: round(x, scale) -> the value that the receivers of x see. Raises where it is not known from these two.
       scale_sets: scales per leaf.
 
-    In two phases owners use a code of 16 bits or more and one scale per leaf too; it must then draw nothing at random.
-    Otherwise they use `power_of_two_code`.
+    In two phases owners use a code of 16 bits or more and one scale per leaf too. Otherwise they use
+    `power_of_two_code`.
     """
 
     bits: int
     scale_bits: int
     to_scale: Callable[[Array], Array]
     smallest: Callable[[Array], Array]
-    encode: Callable[[Array, Array, Array | None, Array | None], Array]
+    encode: Callable[[Array, Array], Array]
     decode: Callable[..., Array]
     round: Callable[[Array, Array], Array]
     scale_sets: int = 1
@@ -67,7 +63,7 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> code = gx.power_of_two_code()
     >>> scale = code.to_scale(gx.float_bits(jnp.full(3, 5.0)))  # the leaf's largest magnitude
-    >>> print(code.decode(code.encode(jnp.array([5.0, -0.7, 0.3]), scale, None, None), scale))
+    >>> print(code.decode(code.encode(jnp.array([5.0, -0.7, 0.3]), scale), scale))
     [ 4.   -0.5   0.25]
     """
     lowest = 6 if has_zero else 7
@@ -82,8 +78,7 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     def smallest(scale):
         return jnp.maximum(0.75 * power_of_two(jnp.maximum(scale.astype(jnp.int32) - lowest, 0)), TINY)
 
-    def encode(x, scale, index, key):
-        del index, key
+    def encode(x, scale):
         return (sign_bit(x) >> (_SIGN_SHIFT - 3)) | jnp.minimum(below_top(x, scale), 7).astype(jnp.uint32)
 
     def decode(code, scale):
@@ -95,37 +90,6 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     return ValueCode(4, 8, _exponent_of, smallest, encode, decode, nearest)
 
 
-def level_code() -> ValueCode:
-    """Sign and one of 8 evenly spaced levels, drawn without bias: 4 bits.
-
-    With M = max |x| of the leaf, x is sent as sign(x) * M * l / 7, l the neighbour below or above 7 |x| / M, drawn so
-    that the mean is x. Bit 3 is the sign, bits 0 to 2 are l. Source: QSGD with the maximum norm (Alistarh, Grubic, Li,
-    Tomioka, Vojnovic, 2017, arXiv 1610.02132), applied to the selected entries only.
-
-    >>> import jax, jax.numpy as jnp, gcjax.extend as gx
-    >>> code, scale = gx.level_code(), gx.float_bits(jnp.full(1000, 7.0))  # the largest magnitude
-    >>> codes = code.encode(jnp.full(1000, 2.5), scale, jnp.arange(1000), jax.random.key(0))
-    >>> values = code.decode(codes, scale)
-    >>> print(values.min().round(2), values.max().round(2), values.mean().round(1))
-    2.0 3.0 2.5
-    """
-    top = 7
-
-    def encode(x, scale, index, key):
-        peak = bits_float(scale)
-        unit = to_unit(peak)  # XLA multiplies by the inverse of the divisor, which would underflow for huge peaks
-        position = top * (jnp.abs(x) * unit / jnp.where(peak > 0, peak * unit, 1.0))
-        low = jnp.floor(position)
-        level = low + (uniform(key, index) < position - low)
-        return (sign_bit(x) >> (_SIGN_SHIFT - 3)) | jnp.minimum(level, top).astype(jnp.uint32)
-
-    def decode(code, scale):
-        magnitude = bits_float(scale) * ((code & top).astype(jnp.float32) / top)
-        return bits_float(_sign_of(code, 3) | float_bits(magnitude))
-
-    return ValueCode(4, 32, _as_it_is, _any_normal, encode, decode, _drawn)
-
-
 def float_code(bits: int) -> ValueCode:
     """Values as float32 (`bits=32`) or float16 (`bits=16`).
 
@@ -134,7 +98,7 @@ def float_code(bits: int) -> ValueCode:
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> code = gx.float_code(16)
     >>> scale = code.to_scale(gx.float_bits(jnp.float32(1e9)))  # the leaf's largest magnitude
-    >>> print((code.decode(code.encode(jnp.float32(3e8), scale, None, None), scale) / 3e8).round(4))
+    >>> print((code.decode(code.encode(jnp.float32(3e8), scale), scale) / 3e8).round(4))
     0.9996
     """
     if bits == 32:
@@ -143,7 +107,7 @@ def float_code(bits: int) -> ValueCode:
             0,
             jnp.zeros_like,
             _any_normal,
-            lambda x, scale, index, key: float_bits(x),
+            lambda x, scale: float_bits(x),
             lambda code, scale: bits_float(code),
             lambda x, scale: x,
         )
@@ -154,8 +118,7 @@ def float_code(bits: int) -> ValueCode:
     def smallest(scale):  # 2**-14 is the smallest normal float16
         return jnp.maximum(power_of_two(jnp.maximum(scale.astype(jnp.int32) - 14, 0)), TINY)
 
-    def encode(x, scale, index, key):
-        del index, key
+    def encode(x, scale):
         half = rounded(x / unit(scale), jnp.float16).astype(jnp.float16)
         return lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32)
 
@@ -176,7 +139,7 @@ def sign_code(step: ArrayLike) -> ValueCode:
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> code, none = gx.sign_code(0.5), jnp.uint32(0)
-    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), none, None, None), none))
+    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), none), none))
     [ 0.5 -0.5]
     """
 
@@ -200,7 +163,7 @@ def class_mean_code() -> ValueCode:
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> code, plus, minus = gx.class_mean_code(), *gx.float_bits(jnp.array([2.0, -1.5]))
-    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), plus, None, None), plus, minus))
+    >>> print(code.decode(code.encode(jnp.array([3.0, -0.1]), plus), plus, minus))
     [ 2.  -1.5]
     """
 
@@ -227,8 +190,8 @@ def _sign_bit_of(x: Array) -> Array:
     return sign_bit(x) >> _SIGN_SHIFT
 
 
-def _encode_sign(x: Array, scale: Array, index: Array | None, key: Array | None) -> Array:
-    del scale, index, key
+def _encode_sign(x: Array, scale: Array) -> Array:
+    del scale
     return _sign_bit_of(x)
 
 
@@ -239,7 +202,3 @@ def _sign_of(code: Array, bit: int) -> Array:
 
 def _of_two_scales(x: Array, scale: Array) -> Array:
     raise NotImplementedError("positive and negative entries have a scale each: what was sent is not known from one")
-
-
-def _drawn(x: Array, scale: Array) -> Array:
-    raise NotImplementedError("levels are drawn at random: what was sent is not known from x")

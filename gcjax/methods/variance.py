@@ -26,7 +26,7 @@ import optax
 from gcjax._kernels.bits import LANES, count_bits, pack_mask_and_peak
 from gcjax._kernels.floats import FLOAT_MAX, TINY
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_choice, check_flag, check_number, check_random_key, static_share
+from gcjax._validation import check_choice, check_flag, check_number, static_share
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -42,11 +42,9 @@ from gcjax.extend import (
     exchange,
     float_code,
     leaf_groups,
-    level_code,
     pack_mask,
     power_of_two_code,
     sign_code,
-    step_key,
     top_k_mask,
     unpack_mask,
 )
@@ -65,7 +63,6 @@ def _hybrid_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLi
 
 CODES: dict[str, ValueCode] = {
     "power_of_two": power_of_two_code(),
-    "levels": level_code(),
     "float16": float_code(16),
     "float32": float_code(32),
 }
@@ -91,7 +88,6 @@ def variance_compress(
     feedback: bool = False,
     underflow: str = "keep",
     values: str = "power_of_two",
-    key: Array | None = None,
     capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
     owner_density: float | None = None,
@@ -135,9 +131,7 @@ def variance_compress(
       density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
       feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
-      values: code of the sent values: "power_of_two" (the paper), "levels" (QSGD's unbiased stochastic levels; needs
-        `key`), "float16" or "float32".
-      key: `jax.random.key`, for `values="levels"` only. Every worker and step draws its own numbers from it.
+      values: code of the sent values: "power_of_two" (the paper), "float16" or "float32".
       capacity: slots in a worker's message: an int (fixed size); a tuple of ints (the smallest that holds every
         worker's entries is used); a float in (0, 1], the largest as a share of the parameters, with smaller ones down
         to 1/16384 in factors of the square root of 2; or None for 0.25. Rounded up a little; counted per bucket in a
@@ -159,13 +153,12 @@ def variance_compress(
 
     Raises:
       ValueError: for a value out of range, also of a schedule in step 0; `density` together with `threshold` or
-        `capacity`; `feedback` together with `underflow="drop"` or `values="levels"`; `owner_density` without
-        "two_phase"; `wire="word"` with floats.
-      TypeError: for a missing or superfluous `key`, or an argument of the wrong type.
+        `capacity`; `feedback` together with `underflow="drop"`; `owner_density` without "two_phase"; `wire="word"` with
+        floats.
+      TypeError: for an argument of the wrong type.
 
-    **Randomness**: none, or `key` per worker. **Bias**: entries are delayed, and rounding is to the nearest (biased)
-    unless `values="levels"`. **Non-finite input**, or a negative `sum_grad_squared`: the update is NaN on all workers
-    and every worker's state stays as it was.
+    **Randomness**: none. **Bias**: entries are delayed, and rounding is to the nearest (biased). **Non-finite input**,
+    or a negative `sum_grad_squared`: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = optax.chain(gcjax.variance_compress(alpha=1.5), optax.sgd(1.0))
@@ -176,7 +169,7 @@ def variance_compress(
     >>> print(updates)
     [-0.5 -0. ]
     """
-    _check(alpha, decay, threshold, feedback, underflow, values, key)
+    _check(alpha, decay, threshold, feedback, underflow, values)
     if density is not None:
         density = static_share("density", density)
         for name, value in (("threshold", threshold), ("capacity", capacity)):
@@ -205,8 +198,7 @@ def variance_compress(
 
         criterion = alpha(state.step) if callable(alpha) else alpha
         passed, sendable, scales = _encodable(passes(r, v, criterion, bucket), r, code, bucket)
-        own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
-        message = Message(r, sendable, code, bucket, capacities(bucket), scales, own_key, wire, owner_density)
+        message = Message(r, sendable, code, bucket, capacities(bucket), scales, wire, owner_density)
         exchanged = exchange(message, state.transport, comm, all_finite)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
@@ -242,7 +234,6 @@ def _check(
     feedback: bool,
     underflow: str,
     values: str,
-    key: Array | None,
 ) -> None:
     if callable(alpha):
         with jax.ensure_compile_time_eval():
@@ -262,12 +253,6 @@ def _check(
             )
     if feedback and underflow == "drop":
         raise ValueError("feedback=True keeps everything that is not sent; underflow='drop' contradicts it")
-    if feedback and values == "levels":
-        raise ValueError("values='levels' is unbiased without feedback; use feedback=False")
-    if values == "levels":
-        check_random_key("key (values='levels' draws random numbers)", key)
-    elif key is not None:
-        raise TypeError(f"key is only used with values='levels', got key={key!r} with values={values!r}")
 
 
 def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:

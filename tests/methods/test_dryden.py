@@ -119,7 +119,7 @@ def test_words_by_hand():
 
 def test_class_mean_code_by_hand():
     code = value_codes.class_mean_code()
-    signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None, None, None)
+    signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None)
     assert signs.tolist() == [0, 1, 1]
     means = jnp.array([[1.5, 2.5, 3.5], [-4.5, -5.5, -6.5]]).view(jnp.uint32)
     assert code.decode(signs, *means).tolist() == [1.5, -5.5, -6.5]

@@ -1,4 +1,4 @@
-"""qsgd_compress: levels and words by hand, no bias, the variance bound, Elias code lengths."""
+"""qsgd_compress: levels and words by hand, no bias, the variance bound."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **opt
 
 ROWS = [
     row("qsgd-4", 4, 512, "max"),
-    row("qsgd-3-elias", 3, 64, "l2", encoding="elias", rare=True),
+    row("qsgd-3-l2", 3, 64, "l2", rare=True),
     row("qsgd-3-owners", 3, 64, "max", transport="two_phase", rare=True),
 ]
 
@@ -144,72 +144,6 @@ def test_payload_bits_count_entries_and_norms(bits):
     assert info.payload_bits == 141 * bits + 7 * 32
 
 
-def omega(k):
-    """Elias's omega code of k, at least 1, as a string of digits."""
-    code = "0"
-    while k > 1:
-        code = f"{k:b}" + code
-        k = len(f"{k:b}") - 1
-    return code
-
-
-def read_omega(digits, at):
-    """The number whose code begins at position `at`, and the position after it."""
-    k = 1
-    while digits[at] == "1":
-        k, at = int(digits[at : at + k + 1], 2), at + k + 1
-    return k, at + 1
-
-
-def elias(levels):
-    """The paper's code of one block's signed levels, without its norm."""
-    digits, last = "", -1
-    for i in np.flatnonzero(levels):
-        digits += omega(i - last) + ("1" if levels[i] < 0 else "0") + omega(abs(levels[i]))
-        last = i
-    return digits
-
-
-def read_elias(digits, size):
-    levels, at, i = np.zeros(size, int), 0, -1
-    while at < len(digits):
-        gap, at = read_omega(digits, at)
-        level, after = read_omega(digits, at + 1)
-        i += gap
-        levels[i] = -level if digits[at] == "1" else level
-        at = after
-    return levels
-
-
-def test_omega_codes_of_known_numbers():
-    known = {1: "0", 2: "100", 3: "110", 4: "101000", 16: "10100100000", 100: "1011011001000"}
-    assert {k: omega(k) for k in known} == known
-
-
-ELIAS_SETTINGS = [(2, 4096, "l2"), (3, 64, "l2"), (4, 512, "max"), (8, 32, "max")]
-
-
-@pytest.mark.parametrize(("bits", "bucket_size", "norm"), ELIAS_SETTINGS)
-def test_elias_payload_bits_are_the_length_of_the_code(bits, bucket_size, norm):
-    g = [normal(3000, 1), normal(1, 2), np.zeros(50, np.float32), normal(100, 3) ** 5]
-    tx = gcjax.qsgd_compress(bits, bucket_size, norm=norm, encoding="elias", key=KEY)
-    (words,), info = messages(tx, g)
-    blocks = [(leaf, begin) for leaf, x in enumerate(g) for begin in range(0, len(x), bucket_size)]
-    planes = words[len(blocks) :].reshape(bits, -1).view(np.uint8)
-    planes = np.unpackbits(planes, axis=1, bitorder="little").astype(int)
-    levels = sum(plane << b for b, plane in enumerate(planes[:-1])) * (1 - 2 * planes[-1])
-    total = 0
-    for leaf, begin in blocks:
-        first, end = (0, 94, 95, 97, 101)[leaf : leaf + 2]  # mask words
-        block = levels[32 * first + begin : min(32 * first + begin + bucket_size, 32 * end)]
-        digits = elias(block)
-        np.testing.assert_array_equal(read_elias(digits, len(block)), block)
-        total += 32 + len(digits)
-    assert info.payload_bits == total
-    if norm == "l2":  # with few nonzero entries the code is shorter than the packed words
-        assert total < 3151 * bits + 32 * len(blocks)
-
-
 def test_block_norms_equal_float64_over_float32s_range():
     x = np.stack([normal(26), normal(26) * 1e37, normal(26) * 1e-36, np.zeros(26), [1e-20, 1e20] * 13], 1).astype("f4")
     (bucket,) = layout_of(x).buckets
@@ -228,9 +162,7 @@ def test_block_norms_equal_float64_over_float32s_range():
         ({"bucket_size": 100}, ValueError, "bucket_size must be at least 32 and a multiple of 32, got 100"),
         ({"bucket_size": 0}, ValueError, "got 0"),
         ({"norm": "l1"}, ValueError, "norm must be one of 'max', 'l2', got 'l1'"),
-        ({"encoding": "huffman"}, ValueError, "'packed', 'elias', got 'huffman'"),
-        ({"bits": 1, "norm": "l2"}, ValueError, "bits=1 needs norm='max'.*'l2'"),
-        ({"bits": 1, "encoding": "elias"}, ValueError, "bits=1 needs.*'elias'"),
+        ({"bits": 1, "norm": "l2"}, ValueError, "bits=1 needs norm='max', got norm='l2'"),
         ({"key": 3}, TypeError, "key must be a key made by jax.random.key"),
     ],
 )

@@ -52,7 +52,7 @@ CHAINS = {"strom_compress": chain}
 
 def test_sign_code_by_hand():
     code = value_codes.sign_code(0.25)
-    signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None, None, None)
+    signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None)
     assert signs.tolist() == [0, 1, 1]
     assert code.decode(signs, None).tolist() == [0.25, -0.25, -0.25]
 
