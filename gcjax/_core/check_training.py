@@ -60,8 +60,8 @@ def check_symptoms(opt_state: PyTree, *, expect_identical: bool = False, expect_
             f"in {identical} updates all workers had the same gradient: compressing it saves nothing. Either it "
             "was averaged before the compressor (leave out lax.pmean and lax.psum of gradients, also of the loss), or "
             "all workers have the same batch and random keys. This was seen in the middle of each parameter, in up to "
-            f"{SAMPLE} entries. It is no mistake if the rest differs: if all parameters are look-up tables, no batch has "
-            f"used their middle rows, and the loss has a penalty on all rows. {_TURN_OFF}"
+            f"{SAMPLE} entries. It is no mistake if the rest differs: if all parameters are look-up tables, no batch "
+            f"has used their middle rows, and the loss has a penalty on all rows. {_TURN_OFF}"
         )
     if ratio < SCALED and not expect_scaled:
         raise ValueError(
