@@ -30,6 +30,12 @@ def scanned(body):
     return fn
 
 
+def delayed(out, w, x):
+    """A count that reaches the result through a carry that starts as a constant."""
+    del w, x
+    return jax.lax.scan(lambda carry, _: ((carry[1], jnp.sum(out > 0)), None), (0, 0), length=3)[0][0]
+
+
 @jax.custom_vjp
 def counted(out, count):
     return 2 * out, count + 1
@@ -43,6 +49,7 @@ DEPENDENT = {
     "in jit": lambda out, w, x: jax.jit(jnp.sum)(out > 0),
     "in scan": scanned(lambda count, out: count + jnp.sum(out > 0)),
     "from a scan's other carry": scanned(lambda count, out: jnp.sum(out > 0)),
+    "a step later in scan": delayed,
     "in cond": lambda out, w, x: jax.lax.cond(w[0] > 0, lambda: jnp.sum(out > 0), lambda: 0),
     "which branch": lambda out, w, x: jax.lax.cond(jnp.sum(out) > 0, lambda: 1, lambda: 2),
     "histogram": lambda out, w, x: jnp.histogram(out, 3)[0].astype(int),

@@ -114,7 +114,7 @@ def images(dtype, size=32):
 def few_tokens(dtype):
     """`jax.grad` adds thousands of numbers to a row of the table, each addition rounded to `dtype`."""
     rng = np.random.default_rng(0)
-    params, x = {"t": draw(1, 4, 8), "w": draw(2, 8, 4)}, rng.integers(0, 4, (16, 512))
+    params, x = {"t": draw(1, 4, 8), "w": draw(2, 8, 64)}, rng.integers(0, 4, (16, 512))
 
     def loss(params, x):
         logits = params["t"].astype(dtype)[x] @ params["w"].astype(dtype)

@@ -108,12 +108,12 @@ def language_model(scale, dtype=jnp.float32, masks=None):
     return loss, jax.tree.map(jnp.float32, params), batch
 
 
-EQUAL_PAIRS = [3, 3, 3, 12] * 4  # the first two samples of each worker have as many tokens
+EQUAL_ENDS = [3, 3, 12, 3] * 4  # the first two samples of each worker, and its first and last, have as many tokens
 MASKED = {
     "0.02": language_model(0.02),
     "0.1": language_model(0.1),
     "0.3": language_model(0.3),
-    "equal pairs": language_model(0.1, masks=EQUAL_PAIRS),
+    "equal ends": language_model(0.1, masks=EQUAL_ENDS),
     "bfloat16": language_model(0.1, jnp.bfloat16),
     "float16": language_model(0.1, jnp.float16),
 }
