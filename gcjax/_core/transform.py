@@ -125,13 +125,14 @@ def compress(
         check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        comm, axes = comm_for_axes(worker_axes, inner_axes), state.buckets.axes
+        old_states, axes = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes
+        comm = comm_for_axes(worker_axes, inner_axes)
         squares = sum_grad_squared if compressor.uses_squares else None  # so that XLA computes none
         check(layout, updates, state, squares, comm)
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere; in the end
         # even what is equal everywhere, so that the carry of a scan keeps its type.
         varying = axes if tracks_variation(axes) else ()
-        old_buckets, old_report = vary((state.buckets.unpack(), state.report.unpack()), varying)
+        old_buckets, old_report = vary(old_states, varying)
 
         taken = _taken_in(layout, updates, squares, inner_axes)
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
