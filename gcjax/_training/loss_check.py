@@ -1,7 +1,7 @@
 """The check, at the first step, that the loss is a mean over independent samples."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ from gcjax._types import Array, ArrayLike, PyTree
 
 SAMPLES = 8  # of each worker, at most
 TOLERANCE = 0.01  # relative, at the least: the order of summation changes less, the mistakes looked for more
+# Of the loss, relative: a gradient that moves it by less is one of rounding errors, as that of saturated tanh units.
+FLOOR = 1000 * float(jnp.finfo(jnp.float32).eps)
 PRODUCTS = 4  # of each gradient with random signs: their mean square is that of the gradient, give or take 70 %
 OFF = "make_train_step(checks=False) turns this check off."
 
@@ -26,10 +28,12 @@ class Sketch(NamedTuple):
     Attributes:
       products: float32[leaves, PRODUCTS], with random signs.
       norm: float32[leaves].
+      loss: float32[].
     """
 
     products: Array
     norm: Array
+    loss: Array
 
 
 def gradients_to_compare(loss: Loss, moments: Callable[..., Any] | None, trained: PyTree, inputs: Inputs) -> Array:
@@ -107,18 +111,24 @@ def _sketches(value: Callable[[PyTree, PyTree], Array], axis: Any, trained: PyTr
     """
     count = jax.tree.leaves(groups)[0].shape[0]
     if axis is None:
-        return jax.lax.map(lambda batch: _sketch(jax.grad(lambda p: value(p, batch) / count)(trained)), groups)
+        return jax.lax.map(
+            lambda batch: _sketch(*jax.value_and_grad(lambda p: value(p, batch) / count)(trained)), groups
+        )
 
     def mean(trained):
         return jnp.mean(jax.vmap(value, in_axes=(None, 0), axis_name=axis)(trained, groups))
 
-    return jax.tree.map(lambda x: x[None], _sketch(jax.grad(mean)(trained)))
+    return jax.tree.map(lambda x: x[None], _sketch(*jax.value_and_grad(mean)(trained)))
 
 
-def _sketch(grad: PyTree) -> Sketch:
+def _sketch(loss: Array, grad: PyTree) -> Sketch:
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(grad)]
     products = [jnp.stack([jnp.sum(x * signs(x.shape, i)) for i in range(PRODUCTS)]) for x in leaves]
-    return Sketch(jnp.stack(products), jnp.stack([jnp.sqrt(jnp.sum(jnp.square(x))) for x in leaves]))
+    return Sketch(jnp.stack(products), _norms(leaves), loss)
+
+
+def _norms(leaves: Sequence[Array]) -> Array:
+    return jnp.stack([jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)))) for x in leaves])
 
 
 def _compare(
@@ -144,12 +154,18 @@ def _compare(
         own = changed(trained, amount) if changed else trained
         of_parts = sketches(own, parts)
         norm = jnp.sqrt(jnp.sum(jnp.square(of_parts.norm), axis=0))
-        return Sketch(jnp.sum(of_parts.products, axis=0), norm), jax.tree.map(lambda x: x[0], sketches(own, batch))
+        total = Sketch(jnp.sum(of_parts.products, axis=0), norm, jnp.sum(jnp.abs(of_parts.loss)))
+        return total, jax.tree.map(lambda x: x[0], sketches(own, batch))
 
     # In one loop, in which the parameters are changed, so that no more than one copy of them exists.
     of_parts, of_batch = jax.lax.map(both, jnp.array([0, epsilon] if changed else [0], jnp.float32))
-    (total, size), (exact, norm) = (jax.tree.map(lambda x: x[0], found) for found in (of_parts, of_batch))
+    (total, size, loss), (exact, norm, _) = (jax.tree.map(lambda x: x[0], found) for found in (of_parts, of_batch))
     slack = NOISE * jnp.maximum(_distance(total, of_parts.products[-1]), _distance(exact, of_batch.products[-1]))
+    slack += (
+        FLOOR
+        * loss
+        / jnp.maximum(_norms(jax.tree.leaves(jax.tree.map(_without_zeros, trained))), jnp.finfo(jnp.float32).tiny)
+    )
     tolerance = max(TOLERANCE, epsilon**0.5)
 
     def agree(factor):

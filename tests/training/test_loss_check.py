@@ -206,6 +206,13 @@ def test_a_loss_of_which_nothing_wrong_is_known_passes(case):
     assert np.isfinite(metrics.loss).all()
 
 
+def test_saturated_units_whose_gradients_are_rounding_errors_pass():
+    def loss(params, x):
+        return optax.l2_loss(jnp.tanh(x @ params["w"]).sum(axis=1)).mean()
+
+    first_step_of(loss, {"w": jnp.ones((8, 16))}, jnp.ones((64, 8)))
+
+
 def test_the_check_can_be_turned_off():
     _, metrics = first_step(SUMMED, MOMENTS, checks=False)
     assert np.isfinite(metrics.loss).all()
