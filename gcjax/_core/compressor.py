@@ -24,8 +24,7 @@ class SendReport(NamedTuple):
       capacity: int32, slots in the payload.
       wire_bytes: float32, bytes moved by metered collectives (`Comm.metered`). Those of the other collectives, which
         run on every step, are added by `compress`.
-      payload_bits: float32, bits of this worker's message without padding. Where the method's source has a code of
-        varying length, the length of that code.
+      payload_bits: float32, bits of this worker's message without padding.
       entropy_bits: float32, the least that any code takes for the same: where the places of the entries are sent, each
         set of places counts as equally likely.
     """

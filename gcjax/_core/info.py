@@ -29,9 +29,8 @@ class Info(NamedTuple):
       capacity: slots in each worker's payload, summed over its buckets.
       wire_bytes: bytes that a worker sends, and receives, with ring algorithms, padding and headers included; 0 for a
         single worker. With `inner_axis_name`, its part of what moves along `axis_name`.
-      payload_bits: float64[workers], bits of each worker's message without padding. Where the method's source has a
-        code of varying length, the length of that code. 32 * parameters / payload_bits is the ratio that papers on
-        quantisation give.
+      payload_bits: float64[workers], bits of each worker's message without padding. 32 * parameters / payload_bits is
+        the ratio that papers on quantisation give.
       entropy_bits: float64[workers], the least that any code takes for the same message: where it has the places of
         entries, each set of places counts as equally likely.
       compression_ratio: parameters / mean of `sent` over the workers, the ratio of the paper (arXiv 1802.06058). It

@@ -99,22 +99,21 @@ def compress(
         report = fresh_report(layout.entries, checksum(meaning(buckets)))
         return packed(shared_among(buckets, _bound_workers(worker_axes, inner_axes)), report, axes)
 
-    def check(layout: Layout, updates: PyTree, state: CompressState, squares: PyTree, comm: Comm) -> None:
+    def check(
+        layout: Layout, updates: PyTree, old: tuple[PyTree, UpdateReport], options: dict[str, str], comm: Comm
+    ) -> None:
         """Raise for mistakes that show while tracing; `check_inputs` has looked at structures and shapes."""
+        buckets, report = old
         if worker_axes or inner_axes:
             check_countable(layout.entries)
             reject_hidden(updates)
         else:
             reject_several_devices(updates)
-        buckets, report = state.buckets.unpack(), state.report.unpack()
         check_workers(buckets, comm.size)
-        options = options_of(state)
         check_options(meaning(jax.eval_shape(lambda: new_buckets(layout))), options)
         if not isinstance(report.options, jax.core.Tracer):
             check_checksum(options, report.options)
         reject_reduced(updates, worker_axes + inner_axes)
-        if compressor.uses_squares and squares is None:
-            warn_of_missing_squares()
 
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
         del extra_args
@@ -125,18 +124,20 @@ def compress(
         check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        old_states, axes = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes
+        old, axes, options = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes, options_of(state)
         comm = comm_for_axes(worker_axes, inner_axes)
+        check(layout, updates, old, options, comm)
         squares = sum_grad_squared if compressor.uses_squares else None  # so that XLA computes none
-        check(layout, updates, state, squares, comm)
+        if compressor.uses_squares and squares is None:
+            warn_of_missing_squares()
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere; in the end
         # even what is equal everywhere, so that the carry of a scan keeps its type.
         varying = axes if tracks_variation(axes) else ()
-        old_buckets, old_report = vary(old_states, varying)
+        old_buckets, old_report = vary(old, varying)
 
         taken = _taken_in(layout, updates, squares, inner_axes)
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        bad = _bad(taken, old_report, checksum(options_of(state)), layout)
+        bad = _bad(taken, old_report, checksum(options), layout)
         if not worker_axes and not inner_axes:
             bad = when_lowered(bad, reject_partitioned)
         agreement = _agree(taken, bad, old_report, comm, shard_axes)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._jax_compat import key_of_equal_draws, without_mesh_types
+from gcjax._jax_compat import without_mesh_types
 from gcjax._moments.check import CURE
 from gcjax._moments.precision import NOISE, coarsest_epsilon, nudged, signs
+from gcjax._training.equal_draws import key_of_equal_draws
 from gcjax._training.gradients import Inputs, Loss, options_of
 from gcjax._types import Array, ArrayLike, PyTree
 
