@@ -10,8 +10,8 @@ from harness import Runner, compress_state, residuals, shared_draws
 
 import gcjax
 from gcjax._comm.simulated import ring_bytes, transfers_of
-from gcjax._core import two_phase_codec
-from gcjax._core.two_phase_codec import cut, parameters_of, part_of, uncut
+from gcjax._dense import parts
+from gcjax._dense.parts import cut, parameters_of, part_of, uncut
 from gcjax._kernels.layout import layout_of
 
 KEY = jax.random.key(3)
@@ -142,7 +142,7 @@ def test_many_workers_are_added_in_a_loop(transport, monkeypatch):
     g = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
     updates = []
     for unrolled in (16, 3):
-        monkeypatch.setattr(two_phase_codec, "UNROLLED", unrolled)
+        monkeypatch.setattr(parts, "UNROLLED", unrolled)
         runner = Runner(gcjax.natural_compress(key=KEY, transport=transport, axis_name="data"), {"a": g[0]}, 4)
         updates.append([runner.step({"a": g})["a"] for _ in range(3)])
     np.testing.assert_array_equal(*updates)
