@@ -18,8 +18,8 @@ KEY = jax.random.key(3)
 METHODS = {
     "qsgd": functools.partial(gcjax.qsgd_compress, key=KEY),
     "qsgd, 1 bit": functools.partial(gcjax.qsgd_compress, 1, key=KEY),
-    "natural": functools.partial(gcjax.natural_compress, key=KEY),
-    "terngrad": functools.partial(gcjax.terngrad_compress, None, aggregate="gather", key=KEY),
+    "natural": functools.partial(gcjax.contrib.natural_compress, key=KEY),
+    "terngrad": functools.partial(gcjax.contrib.terngrad_compress, None, aggregate="gather", key=KEY),
     "ef_sign": gcjax.ef_sign_compress,
     "float16": functools.partial(gcjax.dense_compress, "float16"),
 }
@@ -143,7 +143,7 @@ def test_many_workers_are_added_in_a_loop(transport, monkeypatch):
     updates = []
     for unrolled in (16, 3):
         monkeypatch.setattr(parts, "UNROLLED", unrolled)
-        runner = Runner(gcjax.natural_compress(key=KEY, transport=transport, axis_name="data"), {"a": g[0]}, 4)
+        runner = Runner(gcjax.contrib.natural_compress(key=KEY, transport=transport, axis_name="data"), {"a": g[0]}, 4)
         updates.append([runner.step({"a": g})["a"] for _ in range(3)])
     np.testing.assert_array_equal(*updates)
 

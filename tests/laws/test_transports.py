@@ -54,7 +54,7 @@ def moved(make, workers, transport):
 
 
 def strom(transport):
-    return gcjax.strom_compress(0.1, capacity=N // 4, transport=transport)
+    return gcjax.contrib.strom_compress(0.1, capacity=N // 4, transport=transport)
 
 
 def test_two_phases_move_as_much_for_many_workers():
@@ -120,7 +120,7 @@ def test_busy_columns_are_spread_over_all_owners():
 @pytest.mark.parametrize("transport", ["all_gather", "two_phase"])
 def test_no_entry_starves_in_a_small_payload(transport):
     # 16 owners' rounds of words, all entries selected in every step, 32 slots an owner: a word each.
-    tx = gcjax.strom_compress(1.0, capacity=64, transport=transport, axis_name="data")
+    tx = gcjax.contrib.strom_compress(1.0, capacity=64, transport=transport, axis_name="data")
     params = {"a": np.zeros(1024, np.float32)}
     runner, sent = Runner(tx, params, 2), np.zeros(1024)
     for _ in range(16):
@@ -205,7 +205,12 @@ def test_init_inside_shard_map_knows_the_workers():
 
 
 def test_an_unknown_transport_is_named():
-    for make in (gcjax.variance_compress, gcjax.strom_compress, gcjax.top_k_compress, gcjax.drop_compress):
+    for make in (
+        gcjax.variance_compress,
+        gcjax.contrib.strom_compress,
+        gcjax.top_k_compress,
+        gcjax.contrib.drop_compress,
+    ):
         with pytest.raises(ValueError, match="transport must be one of 'all_gather', 'two_phase', 'auto', got 'x'"):
             make(0.5, transport="x")
 

@@ -16,7 +16,7 @@ from rows import Row
 
 import gcjax
 from gcjax._kernels import bits, layout
-from gcjax.methods import gaussian_k
+from gcjax.contrib import gaussian_k
 
 
 def expected_entries(a, density):
@@ -40,7 +40,7 @@ def paper_rounds(x, threshold, k):
 
 
 def make(axis_name=None, **more):
-    return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
+    return gcjax.contrib.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
 
 
 CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32
@@ -54,7 +54,7 @@ ROWS = [Row("gaussian_k", "gaussian_k_compress", make, make_oracle, conserves=Tr
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"gaussian_k_compress": chain}
@@ -62,7 +62,7 @@ CHAINS = {"gaussian_k_compress": chain}
 
 @functools.partial(jax.jit, static_argnames="capacity")
 def step(gradient, capacity):
-    tx = gcjax.gaussian_k_compress(0.01, capacity=capacity)
+    tx = gcjax.contrib.gaussian_k_compress(0.01, capacity=capacity)
     return tx.update(gradient, tx.init(gradient))
 
 
@@ -162,9 +162,9 @@ def test_equal_entries_and_a_single_entry_are_sent():
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
 def test_a_bad_density_raises(density):
     with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
-        gcjax.gaussian_k_compress(density)
+        gcjax.contrib.gaussian_k_compress(density)
 
 
 def test_a_bad_capacity_raises():
     with pytest.raises(TypeError, match=r"capacity must be an int, .*'big'"):
-        gcjax.gaussian_k_compress(0.01, capacity="big")
+        gcjax.contrib.gaussian_k_compress(0.01, capacity="big")

@@ -11,7 +11,7 @@ from oracle import F
 from rows import Row
 
 import gcjax
-from gcjax.methods import sign_vote
+from gcjax.contrib import sign_vote
 
 
 class VoteOracle:
@@ -33,11 +33,11 @@ class VoteOracle:
 
 
 def make_vote(axis_name=None, **more):
-    return gcjax.sign_vote_compress(axis_name=axis_name, **more)
+    return gcjax.contrib.sign_vote_compress(axis_name=axis_name, **more)
 
 
 def make_signum(axis_name=None, **more):
-    return gcjax.signum_compress(0.5, axis_name=axis_name, **more)  # halves are exact in float32
+    return gcjax.contrib.signum_compress(0.5, axis_name=axis_name, **more)  # halves are exact in float32
 
 
 ROWS = [
@@ -47,11 +47,11 @@ ROWS = [
 
 
 def vote_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.sign_vote_compress(axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.sign_vote_compress(axis_name=axis_name), optax.sgd(learning_rate))
 
 
 def signum_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.signum_compress(axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.signum_compress(axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"sign_vote_compress": vote_chain, "signum_compress": signum_chain}
@@ -60,7 +60,7 @@ CHAINS = {"sign_vote_compress": vote_chain, "signum_compress": signum_chain}
 def vote(per_worker, tx=None):
     """The update when worker w has the gradient per_worker[w]."""
     gradients = np.asarray(per_worker, np.float32)
-    tx = tx or gcjax.sign_vote_compress(axis_name="data")
+    tx = tx or gcjax.contrib.sign_vote_compress(axis_name="data")
     return Runner(tx, {"x": gradients[0]}, len(gradients)).step({"x": gradients})["x"][0].tolist()
 
 
@@ -93,7 +93,7 @@ def test_a_minority_of_adversaries_changes_nothing():
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_a_worker_sends_less_than_two_bits_per_entry(workers):
     entries = 4096
-    runner = Runner(gcjax.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
+    runner = Runner(gcjax.contrib.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
     runner.step({"x": np.ones((workers, entries), np.float32)})
     info = gcjax.info(runner.state)
     check = 2 * (workers - 1) / workers * 20  # that of the checks
@@ -102,7 +102,7 @@ def test_a_worker_sends_less_than_two_bits_per_entry(workers):
 
 
 def test_the_momentum_of_signum_by_hand():
-    tx = gcjax.signum_compress(momentum=0.75)
+    tx = gcjax.contrib.signum_compress(momentum=0.75)
     state, votes, momenta = tx.init(jnp.zeros(1)), [], []
     for g in (8.0, -4.0, -4.0, 0.0):
         updates, state = tx.update(jnp.array([g]), state)
@@ -114,7 +114,7 @@ def test_the_momentum_of_signum_by_hand():
 
 def test_signum_votes_with_each_workers_momentum():
     """The momentum of the mean gradient is positive in every step."""
-    tx = gcjax.signum_compress(momentum=0.5, axis_name="data")
+    tx = gcjax.contrib.signum_compress(momentum=0.5, axis_name="data")
     runner = Runner(tx, {"x": np.zeros(1)}, 3)
     big, small = np.array([[9.0], [-1.0], [-1.0]], np.float32), np.array([[-1.0], [0.25], [-0.25]], np.float32)
     assert runner.step({"x": big})["x"][0].tolist() == [-1.0]
@@ -149,7 +149,7 @@ def test_a_vote_ends_at_the_median_and_feedback_at_the_mean():
 
     ends = {
         name: trained(optax.chain(make(axis_name="data"), optax.sgd(rate)), centres)
-        for name, make in (("vote", gcjax.sign_vote_compress), ("feedback", gcjax.ef_sign_compress))
+        for name, make in (("vote", gcjax.contrib.sign_vote_compress), ("feedback", gcjax.ef_sign_compress))
     }
     np.testing.assert_allclose(ends["vote"], [1.0, 0.0], atol=0.03)
     np.testing.assert_allclose(ends["feedback"], [2.0, 2 / 3], atol=0.03)
@@ -158,4 +158,4 @@ def test_a_vote_ends_at_the_median_and_feedback_at_the_mean():
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
 def test_a_bad_momentum_raises(momentum):
     with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
-        gcjax.signum_compress(momentum)
+        gcjax.contrib.signum_compress(momentum)

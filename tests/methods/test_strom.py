@@ -15,7 +15,7 @@ def row(name, capacity, transport="all_gather", wire="compact", bucket_invariant
 
     def make(axis_name=None, **more):
         settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
-        return gcjax.strom_compress(threshold, **(settings | more))
+        return gcjax.contrib.strom_compress(threshold, **(settings | more))
 
     def make_oracle(workers, sizes):
         # The hybrid with a variance test that everything passes.
@@ -44,7 +44,7 @@ ROWS = [
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.strom_compress(8.0, capacity=288, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.strom_compress(8.0, capacity=288, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"strom_compress": chain}
@@ -59,7 +59,7 @@ def test_sign_code_by_hand():
 
 def test_words_by_hand():
     g = {"a": jnp.array([0.5, 2.0, -1.5]), "b": jnp.array([0.0, -3.0])}  # leaf "b" is the second word
-    (payload,), info = messages(gcjax.strom_compress(1.0, capacity=32, wire="word"), g)
+    (payload,), info = messages(gcjax.contrib.strom_compress(1.0, capacity=32, wire="word"), g)
     assert [hex(w) for w in payload[:4]] == ["0x3", "0x1", "0x80000002", "0x80000021"]
     assert len(payload) == 1 + 32
     assert info.payload_bits == 32 * 4
