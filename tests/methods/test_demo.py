@@ -1,89 +1,18 @@
 """demo_compress: the transform, energy in few coefficients, fixed bytes, words by hand, the effect of the decay."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import scipy.fft
-from chunk_oracle import ChunkedLeaf
 from harness import Runner, messages
 from optimum import decaying, distance_after_training
-from rows import SHAPES, Row
 
 import gcjax
 from gcjax._kernels.chunks import chunk_groups, from_groups, into_groups, largest_of_rows
 from gcjax._kernels.layout import layout_of
 from gcjax.contrib import demo
-
-
-def cosines(n):
-    """The orthonormal DCT-II as a matrix, by its definition."""
-    matrix = np.array([[math.cos(math.pi * (2 * i + 1) * k / (2 * n)) for i in range(n)] for k in range(n)])
-    return matrix * np.array([[math.sqrt((1 if k == 0 else 2) / n)] for k in range(n)])
-
-
-class LeafOracle(ChunkedLeaf):
-    """One leaf of one worker: delta as a matrix, padded to whole chunks."""
-
-    def __init__(self, shape, top_k, chunk, decay):
-        super().__init__(shape, chunk)
-        self.k, self.decay = min(top_k, self.height * self.width), decay
-        self.delta = self.matrix(0.0)
-
-    def step(self, g):
-        """What the receivers see of the gradient g."""
-        self.delta = self.decay * self.delta + self.matrix(g)
-        sent = np.zeros_like(self.delta)
-        down, across = cosines(self.height), cosines(self.width)
-        for part in self.chunks:
-            coefficients = down @ self.delta[part] @ across.T
-            kept = np.argsort(-np.abs(coefficients), axis=None, kind="stable")[: self.k]
-            q = np.zeros(coefficients.size)
-            q[kept] = coefficients.reshape(-1)[kept]
-            sent[part] = down.T @ q.reshape(coefficients.shape) @ across
-        self.delta -= sent
-        return self.flat(sent)
-
-
-class DemoOracle:
-    def __init__(self, workers, sizes, **options):
-        del sizes
-        self.workers = [[LeafOracle(shape, **options) for shape in SHAPES.values()] for _ in range(workers)]
-
-    def step(self, gradients, squares):
-        del squares
-        seen = [
-            [leaf.step(g) for leaf, g in zip(leaves, own, strict=True)]
-            for leaves, own in zip(self.workers, gradients, strict=True)
-        ]
-        mean = [np.mean(leaf, axis=0).astype(np.float32) for leaf in zip(*seen, strict=True)]
-        count = sum(leaf.k * len(leaf.chunks) for leaf in self.workers[0])
-        return mean, [(count, count, 0, 0)] * len(gradients)
-
-
-def row(name, rare=False, **options):
-    def make(axis_name=None, **more):
-        return gcjax.contrib.demo_compress(**options, axis_name=axis_name, **more)
-
-    def make_oracle(workers, sizes):
-        return DemoOracle(workers, sizes, **options)
-
-    conserves = options["decay"] == 1
-    return Row(f"demo-{name}", "demo_compress", make, make_oracle, conserves, rtol=1e-5, rare=rare)
-
-
-ROWS = [row("padded", top_k=3, chunk=6, decay=1.0), row("decay", rare=True, top_k=8, chunk=64, decay=0.5)]
-
-
-# Without DeMo's sign, with which every step is as long as the learning rate: see the last test of training.
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.demo_compress(axis_name=axis_name), optax.scale_by_learning_rate(learning_rate))
-
-
-CHAINS = {"demo_compress": chain}
 
 RNG = np.random.default_rng(0)
 

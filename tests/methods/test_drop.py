@@ -1,7 +1,5 @@
 """drop_compress: a quantile from a sample, global or by leaf, and the need for the residual."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,57 +8,10 @@ import pytest
 from compact import entries
 from harness import Runner, messages, residuals
 from optimum import decaying, distance_after_training
-from oracle import TINY, SparseOracle
-from rows import Row
 
 import gcjax
 from gcjax._kernels import layout
 from gcjax.contrib import drop
-
-
-def reaching_quantile(magnitudes, density):
-    """Positions of the entries that reach the ceil(density * n)-th largest magnitude; never zeros."""
-    threshold = sorted(magnitudes, reverse=True)[math.ceil(density * len(magnitudes)) - 1]
-    return [i for i, m in enumerate(magnitudes) if m >= threshold and m >= TINY]
-
-
-CAPACITIES = (32, 64, 96)  # 1/2, 5/4 and 2 times 42 of the 854 entries, or 44 layer-wise, in multiples of 32
-
-
-def row(name, layer_wise):
-    density = 0.05
-
-    def make(axis_name=None, **more):
-        return gcjax.contrib.drop_compress(
-            density, layer_wise=layer_wise, axis_name=axis_name, **({"transport": "all_gather"} | more)
-        )
-
-    def make_oracle(workers, sizes):
-        def select(a, step):
-            # The sample of such a small model has all entries.
-            if not layer_wise:
-                return reaching_quantile(np.abs(a), density)
-            chosen, begin = [], 0
-            for size in sizes:
-                chosen += [begin + i for i in reaching_quantile(np.abs(a[begin : begin + size]), density)]
-                begin += size
-            return chosen
-
-        return SparseOracle(workers, sizes, select, max(CAPACITIES))
-
-    return Row(
-        f"drop-{name}", "drop_compress", make, make_oracle, conserves=True, capacities=CAPACITIES, rare=layer_wise
-    )
-
-
-ROWS = [row("global", False), row("layer_wise", True)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.drop_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"drop_compress": chain}
 
 N, DENSITY = 1_000_000, 0.01
 

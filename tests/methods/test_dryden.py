@@ -1,7 +1,6 @@
 """dryden_compress: two classes per leaf with their own thresholds and means, and a fixed share sent."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,87 +9,9 @@ import optax
 import pytest
 from compact import entries
 from harness import messages, residuals
-from oracle import TINY, F, split, wire
-from rows import Row
 
 import gcjax
 from gcjax._sparse import value_codes
-
-
-def select(leaf, density):
-    """{position: mean of its class} of the entries of one leaf that are sent."""
-    means = {}
-    for sign in (1, -1):
-        in_class = [i for i in range(len(leaf)) if sign * leaf[i] > 0]
-        if not in_class:
-            continue
-        k = max(1, math.ceil(F(len(in_class)) * F(density)))
-        threshold = max(sorted((abs(leaf[i]) for i in in_class), reverse=True)[k - 1], TINY)
-        chosen = [i for i in in_class if abs(leaf[i]) >= threshold]
-        mean = F(F(np.sum([leaf[i] for i in chosen], dtype=np.float64)) / F(max(len(chosen), 1)))
-        means |= dict.fromkeys(chosen, mean)
-    return means
-
-
-class DrydenOracle:
-    def __init__(self, workers, sizes, density, capacity, transport):
-        self.sizes, self.density, self.wire = sizes, density, wire(transport, workers, sizes, capacity, "power_of_two")
-        self.errors = [np.zeros(sum(sizes), F) for _ in range(workers)]
-
-    def step(self, gradients, squares):
-        del squares
-        messages, counts = [], []
-        for w, leaves in enumerate(gradients):
-            a = self.errors[w] + np.concatenate([np.ravel(leaf) for leaf in leaves])
-            means, begin = {}, 0
-            for leaf in split(a, self.sizes):
-                means |= {begin + i: y for i, y in select(leaf, self.density).items()}
-                begin += len(leaf)
-            sent = self.wire.fit(w, sorted(means), a)
-            messages.append({i: means[i] for i in sent})
-            for i in sent:
-                a[i] -= means[i]
-            self.errors[w] = a
-            counts.append((len(means), len(sent), 0, len(means) - len(sent)))
-        mean = self.wire.deliver(messages)
-        return split(mean, self.sizes), counts
-
-
-def row(name, density, capacity, transport="all_gather", wire="compact", rare=False):
-    def make(axis_name=None, **more):
-        settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
-        return gcjax.contrib.dryden_compress(density, **(settings | more))
-
-    def make_oracle(workers, sizes):
-        return DrydenOracle(workers, sizes, density, capacity, transport)
-
-    return Row(
-        f"dryden-{name}",
-        "dryden_compress",
-        make,
-        make_oracle,
-        conserves=True,
-        rtol=1e-6,
-        capacities=capacity,
-        transport=transport,
-        rare=rare,
-    )
-
-
-ROWS = [
-    row("capacities", 0.05, (64, 96, 128, 416)),
-    row("overflow", 0.1, (32,), rare=True),
-    row("owners", 0.4, (64,), "two_phase", rare=True),
-    row("words", 0.4, (64, 416), wire="word", rare=True),
-    row("owners-words", 0.4, (64, 416), "two_phase", "word", rare=True),
-]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.dryden_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"dryden_compress": chain}
 
 N = 400_000
 

@@ -1,63 +1,18 @@
 """gaussian_k_compress: the threshold of the normal distribution and the rounds that adjust it."""
 
 import functools
-import math
 import statistics
-from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.stats
-from oracle import TINY, SparseOracle
-from rows import Row
+from rows.gaussian_k import paper_rounds
 
 import gcjax
 from gcjax._kernels import bits, layout
 from gcjax.contrib import gaussian_k
-
-
-def expected_entries(a, density):
-    """Positions of the entries sent, by the authors' rounds: count, then change the threshold."""
-    k = max(1, math.floor(density * len(a)))
-    threshold = a.mean(dtype=np.float64) - NormalDist().inv_cdf(density / 2) * a.std(dtype=np.float64)
-    return np.flatnonzero(paper_rounds(np.abs(a), threshold, k))
-
-
-def paper_rounds(x, threshold, k):
-    """Which magnitudes pass, by the rounds as the source lists them."""
-    for _ in range(3):
-        chosen = (x > threshold) & (x >= TINY)
-        if chosen.sum() < 2 * k / 3:
-            threshold = threshold * 0.5
-        elif chosen.sum() > 4 * k / 3:
-            threshold = threshold * 1.5
-        else:
-            break
-    return chosen
-
-
-def make(axis_name=None, **more):
-    return gcjax.contrib.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
-
-
-CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32
-
-
-def make_oracle(workers, sizes):
-    return SparseOracle(workers, sizes, lambda a, step: expected_entries(a, 0.05), max(CAPACITIES))
-
-
-ROWS = [Row("gaussian_k", "gaussian_k_compress", make, make_oracle, conserves=True, capacities=CAPACITIES)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"gaussian_k_compress": chain}
 
 
 @functools.partial(jax.jit, static_argnames="capacity")

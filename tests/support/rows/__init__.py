@@ -1,13 +1,14 @@
 """The table of methods, on which every law is tested.
 
-Each tests/methods/test_<method>.py declares `ROWS`, a list of `Row`, and `CHAINS`: for each public name the chain that
-its docstring recommends, as a function (axis_name, learning_rate) -> transform.
+Each module of this package is data of one method: `ROWS`, a list of `Row`, with the oracle that they share; and
+`CHAINS`, for each public name the chain that its docstring recommends, as a function (axis_name, learning_rate) ->
+transform.
 """
 
 import functools
 import importlib
 import math
-import pathlib
+import pkgutil
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -49,8 +50,6 @@ def places_of(sizes):
 
 COLUMNS, POSITIONS, INDICES = places_of(SIZES)
 CAPACITY = (64, 320, 416, 864)
-
-METHOD_TESTS = pathlib.Path(__file__).parents[1] / "methods"
 
 Chain = Callable[[Any, Any], optax.GradientTransformation]
 
@@ -129,8 +128,8 @@ def seed_words(key, step, leaf=0, begin=0, rank=None, message=None) -> np.ndarra
 
 @functools.cache
 def modules() -> list[ModuleType]:
-    """The test modules of the methods. They import this module, so they can only be imported when this is called."""
-    return [importlib.import_module(path.stem) for path in sorted(METHOD_TESTS.glob("test_*.py"))]
+    """The modules of this package. They import it, so they can only be imported when this is called."""
+    return [importlib.import_module(f"rows.{found.name}") for found in pkgutil.iter_modules(__path__)]
 
 
 def methods() -> list[Row]:
