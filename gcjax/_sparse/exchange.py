@@ -78,7 +78,7 @@ def exchange(message: Message, transport: TransportState, comm: Comm, all_finite
     back = _form_from_owners(message, there, comm.size)
     if transport.name == "auto" and max(there.lengths) + max(back.lengths) >= max(whole.lengths):
         return _in_one_phase(message, whole, transport, comm, all_finite)
-    return _in_two_phases(message, there, back, transport, comm, all_finite)
+    return _in_two_phases(message, there, back, transport, transport.owned.owed, comm, all_finite)
 
 
 def _whole_form(message: Message) -> Form:
@@ -122,26 +122,25 @@ def _in_one_phase(message: Message, form: Form, transport: TransportState, comm:
 
 
 def _in_two_phases(
-    message: Message, there: Form, back: Form, transport: TransportState, comm: Comm, all_finite: Array
+    message: Message, there: Form, back: Form, transport: TransportState, owed: Array, comm: Comm, all_finite: Array
 ) -> Exchanged:
-    owned, workers, slots = transport.owned, comm.size, there.entries.capacities[-1]
-    assert owned.owed is not None
+    workers, slots = comm.size, there.entries.capacities[-1]
 
     route = to_owners(comm)
     largest = keep_largest(slots * workers, message.values, message.mask)
     words, start_word = fitting(deal_words(largest, workers), slots, transport.start_word)
     selected = Selected(message.values, words, jnp.sum(count_bits(words), axis=1), message.scales)
     arrived = move(encode(selected, there, route, comm, all_finite), there, route, comm)
-    total = add(arrived, there, route, owned.owed.reshape(-1), workers).reshape(owned.owed.shape)
+    total = add(arrived, there, route, owed.reshape(-1), workers).reshape(owed.shape)
 
     route, rank = from_owners(comm), comm.rank()
-    sums, rounded = _of_owner(total, total != owned.owed, back, rank, workers)
+    sums, rounded = _of_owner(total, total != owed, back, rank, workers)
     returned = move(encode(sums, back, route, comm, all_finite), back, route, comm)
     mean = mean_of(returned, back, route, 1)
     passed_on = jnp.where(sends_all(back, returned.rung) | unpack_mask(sums.words[0]), rounded, 0)
 
     new = TransportState(
-        owned.after(total - passed_on, rank, all_finite),
+        transport.owned.after(total - passed_on, rank, all_finite),
         jnp.where(all_finite, start_word, transport.start_word),
         transport.name,
     )
