@@ -9,11 +9,11 @@ it. Most methods need less than that:
 - any other method uses the collectives of `Comm` directly.
 
 Every method is under the laws that `Compressor` states: bit-equal updates on all workers, NaN everywhere and an
-unchanged state where `all_finite` is False, and a report that says what was sent.
+unchanged state where `go` is False, and a report that says what was sent.
 """
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, EmptyState, SendReport, dense_report
+from gcjax._core.compressor import Compressor, EmptyState, SendReport, StepInput, StepResult, dense_report
 from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
@@ -58,6 +58,8 @@ __all__ = [
     "Segment",
     "SendReport",
     "SparseState",
+    "StepInput",
+    "StepResult",
     "TakeIn",
     "TransportState",
     "ValueCode",

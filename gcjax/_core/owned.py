@@ -55,10 +55,10 @@ class Owned:
         owed = None if shape is None else jnp.zeros(shape, jnp.float32)
         return cls(owed, jnp.int32(0), bucket, sharing, workers if sharing is not None else 1)
 
-    def after(self, owed: Array, rank: Array, all_finite: Array) -> "Owned":
+    def after(self, owed: Array, rank: Array, go: Array) -> "Owned":
         """The state after a step; this one if the step is skipped."""
         new = dataclasses.replace(self, owed=owed, rank=rank)
-        return jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), new, self)
+        return jax.tree.map(lambda new, old: jnp.where(go, new, old), new, self)
 
     def residual(self) -> Array:
         """float32 of the bucket's shape: what this worker owes, times the number of workers."""

@@ -18,7 +18,7 @@ from gcjax._core.checks import (
     reject_reduced,
     reject_several_devices,
 )
-from gcjax._core.compressor import Compressor, SendReport, checked
+from gcjax._core.compressor import Compressor, SendReport, StepInput, checked
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.options import check_checksum, check_options, checksum, meaning
@@ -142,7 +142,7 @@ def compress(
             bad = when_lowered(bad, reject_partitioned)
         agreement = _agree(taken, bad, old_report, comm, shard_axes)
         results = [
-            compressor.update(gradient, square, bucket_state, comm, agreement.all_finite)
+            compressor.update(StepInput(gradient, square, comm, agreement.go), bucket_state)
             for gradient, square, bucket_state in zip(*taken, old_buckets, strict=True)
         ]
         means, buckets, sent = zip(*results, strict=True)
@@ -170,11 +170,11 @@ class Agreement(NamedTuple):
     """What the workers have agreed on in one maximum.
 
     Attributes:
-      all_finite: bool, whether this step is taken: no worker's input is bad.
+      go: bool, whether this step is taken: no worker's input is bad.
       claims: int32[4], the maxima of all workers' `Symptoms.claims`.
     """
 
-    all_finite: Array
+    go: Array
     claims: Array
 
 
@@ -206,8 +206,8 @@ def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shar
     """
     claims = in_32_bits(old.symptoms.claims)(*taken, comm)
     largest = comm.max(jnp.concatenate([pmax_if_axes(bad, shard_axes)[None], claims]))
-    all_finite = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0]) == 0
-    return Agreement(all_finite, largest[1:])
+    go = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0]) == 0
+    return Agreement(go, largest[1:])
 
 
 def _reported(
@@ -224,7 +224,7 @@ def _reported(
         parameters=jnp.float32(layout.entries),
         workers=jnp.int32(comm.size),
         inner_workers=jnp.int32(comm.inner_workers),
-        skipped=old.skipped + ~agreement.all_finite,
+        skipped=old.skipped + ~agreement.go,
         saturated=count_beyond_range(layout, means),
         symptoms=in_32_bits(old.symptoms.after)(agreement.claims, comm),
         options=old.options,

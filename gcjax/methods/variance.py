@@ -32,6 +32,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepResult,
     ValueCode,
     capacities_for,
     check_capacity,
@@ -191,21 +192,21 @@ def variance_compress(
         sent_with = jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32)
         return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, squares=(1,), sent_with=sent_with)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
+    def update(step, state):
         bucket = state.bucket
-        squares = [g * g for g in gradient] if sum_grad_squared is None else sum_grad_squared
-        r, v = state.take_in(accumulate, gradient, squares, all_finite=all_finite)
+        squares = [g * g for g in step.gradient] if step.squares is None else step.squares
+        r, v = state.take_in(accumulate, step.gradient, squares, go=step.go)
 
         criterion = alpha(state.step) if callable(alpha) else alpha
         passed, sendable, scales = _encodable(passes(r, v, criterion, bucket), r, code, bucket)
         message = Message(r, sendable, code, bucket, capacities(bucket), scales, wire)
-        exchanged = exchange(message, state.transport, comm, all_finite)
+        exchanged = exchange(message, state.transport, step.comm, step.go)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
-        new = state.after(exchanged, (r, v), all_finite, sent_with=(jnp.float32(tau), scales))
+        new = state.after(exchanged, (r, v), step.go, sent_with=(jnp.float32(tau), scales))
 
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
-        return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
+        return StepResult(exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected))
 
     def accumulate(values, inputs, was_sent):
         (r, v), (gradient, squares) = values, inputs  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:

@@ -59,15 +59,10 @@ def test_a_bad_step_leaves_no_trace():
 
 
 def test_a_message_without_the_scales_that_its_code_needs_raises():
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
-        x = state.bucket.join(gradient)
-        gx.exchange(
-            gx.Message(x, gx.pack_mask(x > 0), gx.power_of_two_code(), state.bucket, (32,)),
-            state.transport,
-            comm,
-            all_finite,
-        )
+    def update(step, state):
+        x = state.bucket.join(step.gradient)
+        message = gx.Message(x, gx.pack_mask(x > 0), gx.power_of_two_code(), state.bucket, (32,))
+        gx.exchange(message, state.transport, step.comm, step.go)
 
     def init(bucket):
         return gx.SparseState.create(bucket, reset=gx.reset_to_zero, transport="all_gather")
@@ -165,8 +160,11 @@ class WithoutResidual:
     bucket: gx.Bucket = dataclasses.field(metadata={"static": True})
 
 
-def nothing(gradient, sum_grad_squared, state, comm, all_finite):
-    return gradient, state, gx.dense_report(1, 1)
+REPORT = gx.dense_report(1, 1)
+
+
+def nothing(step, state):
+    return gx.StepResult(step.gradient, state, REPORT)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +177,16 @@ def nothing(gradient, sum_grad_squared, state, comm, all_finite):
         ),
         (gx.Compressor(lambda bucket: {"x": jnp.zeros(3)}, nothing), "got a dict without bucket and residual"),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (state.bucket.join(g), state, gx.dense_report(1, 1))),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(own.bucket.join(x.gradient), own, REPORT)),
             r"got 1 for 2, the first wrong one \(2, 32, 128\) for \(3,\)\. Bucket.split cuts",
         ),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g[:1], state, gx.dense_report(1, 1))),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(x.gradient[:1], own, REPORT)),
             r"got 1 for 2, the first wrong one None for \(100, 41\)",
         ),
-        (gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state)), "return .* got a tuple of 2"),
+        (gx.Compressor(gx.EmptyState, lambda x, own: (x.gradient, own)), "return a StepResult.* got a tuple of 2"),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state, None)),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(x.gradient, own, None)),
             "a SendReport, as dense_report, got None",
         ),
         (gx.dense_codec, "compress takes a Compressor, .* got <function dense_codec"),
