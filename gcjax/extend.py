@@ -1,8 +1,9 @@
-"""Everything that a method of your own needs. The methods of gcjax use the same names.
+"""Everything that a method of your own needs.
 
 A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax transform of
 it. Most methods need less than that:
 
+- a method that works on the plain array of one leaf is a pair `compress`, `decompress` for `leaf_codec`;
 - a method that sends a code of every entry is a pair `encode`, `decode` for `dense_codec`;
 - a method that sends the entries it selects is a function `select` for `sparse_method`;
 - a sparse method with state or a value code of its own uses `SparseState`, `Message` and `exchange`;
@@ -19,6 +20,7 @@ from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
 from gcjax._dense.codec import CodecState, dense_codec, gather_mean, parameters_only
+from gcjax._dense.leaf import LeafState, leaf_codec
 from gcjax._dense.parts import add_decoded, goes_through_owners
 from gcjax._kernels.bits import pack_mask, pack_planes, pack_uint, unpack_mask, unpack_planes, unpack_uint
 from gcjax._kernels.buckets import Bucket, Segment
@@ -51,6 +53,7 @@ __all__ = [
     "EmptyState",
     "Exchanged",
     "Groups",
+    "LeafState",
     "Message",
     "Mixing",
     "PerWorker",
@@ -82,6 +85,7 @@ __all__ = [
     "gather_mean",
     "goes_through_owners",
     "hash_bits",
+    "leaf_codec",
     "leaf_groups",
     "pack_mask",
     "pack_planes",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gcjax._core.mixing import Mixing
 from gcjax._kernels.buckets import Bucket
 from gcjax._types import Array, PyTree
+from gcjax._xla import kept_unless
 
 
 class Sharing(Protocol):
@@ -57,8 +58,7 @@ class Owned:
 
     def after(self, owed: Array, rank: Array, go: Array) -> "Owned":
         """The state after a step; this one if the step is skipped."""
-        new = dataclasses.replace(self, owed=owed, rank=rank)
-        return jax.tree.map(lambda new, old: jnp.where(go, new, old), new, self)
+        return kept_unless(go, dataclasses.replace(self, owed=owed, rank=rank), self)
 
     def residual(self) -> Array:
         """float32 of the bucket's shape: what this worker owes, times the number of workers."""

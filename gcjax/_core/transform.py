@@ -29,6 +29,7 @@ from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
 from gcjax._types import Array, AxisNames, PyTree
+from gcjax._xla import computed_once
 
 
 def compress(
@@ -189,9 +190,7 @@ def _bad(taken: GradientInput, old: UpdateReport, options: int, layout: Layout) 
     """1 if this worker's input is not finite, or its state was restored from that of other options; else 0. int32."""
     is_own = old.options == jnp.uint32(options)
     leaves = jnp.where(is_own, bad_leaves(*taken), jnp.int32(1))
-    # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the flags of
-    # all leaves again in every kernel that uses the result.
-    return (leaves % (old.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
+    return (computed_once(leaves, old.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
 
 
 def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shard_axes: tuple[str, ...]) -> Agreement:

@@ -13,6 +13,7 @@ from gcjax._kernels.buckets import Bucket, Part
 from gcjax._sparse.message import Exchanged
 from gcjax._sparse.owners import TransportState
 from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._xla import kept_unless
 
 # reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with some blocks of a
 # bucket or with some of its entries. It is a function of a module or a frozen dataclass: two equal transforms then have
@@ -101,8 +102,7 @@ class SparseState:
     def take_in(self, take_in: TakeIn, *inputs: Sequence[Array], go: Array) -> tuple[Array, ...]:
         """The accumulated values with a step's input; the old ones in a step that is skipped.
 
-        In a skipped step `to_reset` stands, so the old values are not settled. The choice is made entry by entry,
-        because XLA would copy the state for a conditional around the whole step. Every leaf's blocks are replaced in
+        In a skipped step `to_reset` stands, so the old values are not settled. Every leaf's blocks are replaced in
         place, so that neither the leaves nor the results have to be joined. A value computed from another new value
         costs an array of gradient length: do that in a pass of its own.
 
@@ -116,7 +116,7 @@ class SparseState:
             # Read from the array that is written to: XLA would copy one that it finds in use beside it.
             settled, old, was_sent = self._settled_part(accumulated, part)
             given = tuple(self.bucket.join_part(part, leaves) for leaves in inputs)
-            new = [jnp.where(go, x, y) for x, y in zip(take_in(settled, given, was_sent), old, strict=True)]
+            new = kept_unless(go, tuple(take_in(settled, given, was_sent)), old)
             accumulated = tuple(
                 lax.dynamic_update_slice_in_dim(x, y, part.begin, 0) for x, y in zip(accumulated, new, strict=True)
             )
@@ -139,8 +139,8 @@ class SparseState:
         return dataclasses.replace(
             self,
             accumulated=values,
-            to_reset=jnp.where(go, exchanged.sent, self.to_reset),
-            sent_with=jax.tree.map(lambda new, old: jnp.where(go, new, old), sent_with, self.sent_with),
+            to_reset=kept_unless(go, exchanged.sent, self.to_reset),
+            sent_with=kept_unless(go, sent_with, self.sent_with),
             transport=exchanged.transport,
             step=self.step + go,
         )
