@@ -1,6 +1,6 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
-from gcjax import extend, gossip, methods
+from gcjax import contrib, extend, gossip, methods
 from gcjax._core.check_training import check_training
 from gcjax._core.info import Info, info
 from gcjax._core.missing_squares import MissingSquaresWarning
@@ -45,6 +45,7 @@ __all__ = [
     "check_training",
     "compress",
     "compressed_value_and_grad",
+    "contrib",
     "distribute",
     "explain_moments",
     "extend",

@@ -14,12 +14,12 @@ unchanged state where `all_finite` is False, and a report that says what was sen
 
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, EmptyState, SendReport, dense_report
-from gcjax._core.error_feedback import CodecState, dense_codec, gather_mean, parameters_only
 from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
-from gcjax._core.two_phase_codec import add_decoded, goes_through_owners
+from gcjax._dense.codec import CodecState, dense_codec, gather_mean, parameters_only
+from gcjax._dense.parts import add_decoded, goes_through_owners
 from gcjax._kernels.bits import pack_mask, pack_planes, pack_uint, unpack_mask, unpack_planes, unpack_uint
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._kernels.floats import bits_float, float_bits
@@ -29,9 +29,9 @@ from gcjax._sparse.capacities import capacities_for, check_capacity
 from gcjax._sparse.exchange import exchange
 from gcjax._sparse.message import Exchanged, Message
 from gcjax._sparse.method import sparse_method
+from gcjax._sparse.owners import TransportState
 from gcjax._sparse.selection import count_for_density, top_k_mask
 from gcjax._sparse.state import Reset, SparseState, TakeIn, add_gradient, reset_to_zero
-from gcjax._sparse.transport import TransportState
 from gcjax._sparse.value_codes import (
     ValueCode,
     class_mean_code,

@@ -21,8 +21,8 @@ MethodChoice = tuple[str, dict[str, Any]]  # name without `_compress`, options
 
 
 def method_names() -> list[str]:
-    """Names of all methods of gcjax, without `_compress`."""
-    return sorted(name.removesuffix("_compress") for name in gcjax.__all__ if name.endswith("_compress"))
+    """Names of all methods of gcjax and gcjax.contrib, without `_compress`."""
+    return sorted(name.removesuffix("_compress") for name in gcjax.methods.__all__ + gcjax.contrib.__all__)
 
 
 def parse_method(text: str) -> MethodChoice:
@@ -99,7 +99,8 @@ def _geometric(name: str, ends: tuple, steps: int) -> optax.Schedule:
 
 
 def _factory(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    return getattr(gcjax, f"{name}_compress")
+    name = f"{name}_compress"
+    return getattr(gcjax if hasattr(gcjax, name) else gcjax.contrib, name)
 
 
 def later(schedule: optax.Schedule, ahead: int) -> optax.Schedule:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import optax
 
 from gcjax._planner.measuring import Method
-from gcjax.methods import METHODS, Setting, Workload
+from gcjax._table import METHODS, Setting, Workload
 
 
 def standard_methods(density: float) -> dict[str, Method]:

@@ -11,7 +11,7 @@ from gcjax._core.mixing import Mixing
 from gcjax._kernels.bits import LANES, WORD, unpack_mask
 from gcjax._kernels.buckets import Bucket, Part
 from gcjax._sparse.message import Exchanged
-from gcjax._sparse.transport import TransportState
+from gcjax._sparse.owners import TransportState
 from gcjax._types import Array, ArrayLike, PyTree
 
 # reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with some blocks of a

@@ -28,9 +28,9 @@ import optax
 
 from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
-from gcjax._core.error_feedback import CodecState
 from gcjax._core.missing_squares import MissingSquaresWarning
 from gcjax._core.state import compress_states
+from gcjax._dense.codec import CodecState
 from gcjax._jax_compat import varying_axes
 from gcjax._kernels.floats import rounded
 from gcjax._kernels.layout import flatten, layout_of, unflatten

@@ -1,209 +1,23 @@
-"""The methods, one module each, and `METHODS`, the table of them.
+"""The methods that people pick, one module each: `gcjax.variance_compress`. `gcjax.contrib` has more."""
 
-The table feeds the exports of `gcjax`, the planner, the benches, the laws and the table in docs/methods.md. A
-method that is not in it does not exist for them.
-"""
-
-from collections.abc import Callable
-from statistics import NormalDist
-from typing import NamedTuple
-
-import jax
-import optax
-
-from gcjax._types import Array
-from gcjax.methods.demo import demo_compress
 from gcjax.methods.dense import dense_compress
 from gcjax.methods.dgc import dgc_compress
-from gcjax.methods.drop import drop_compress
-from gcjax.methods.dryden import dryden_compress
 from gcjax.methods.ef_sign import ef_sign_compress
-from gcjax.methods.gaussian_k import gaussian_k_compress
-from gcjax.methods.natural import natural_compress
 from gcjax.methods.onebit import onebit_compress
 from gcjax.methods.power_sgd import power_sgd_compress
 from gcjax.methods.qsgd import qsgd_compress
-from gcjax.methods.random_k import random_k_compress
-from gcjax.methods.sign_vote import sign_vote_compress, signum_compress
-from gcjax.methods.sketch import sketch_compress
 from gcjax.methods.sparse_loco import sparse_loco_compress
-from gcjax.methods.strom import strom_compress
-from gcjax.methods.terngrad import terngrad_compress
 from gcjax.methods.top_k import top_k_compress
 from gcjax.methods.variance import variance_compress
 
 __all__ = [
-    "demo_compress",
     "dense_compress",
     "dgc_compress",
-    "drop_compress",
-    "dryden_compress",
     "ef_sign_compress",
-    "gaussian_k_compress",
-    "natural_compress",
     "onebit_compress",
     "power_sgd_compress",
     "qsgd_compress",
-    "random_k_compress",
-    "sign_vote_compress",
-    "signum_compress",
-    "sketch_compress",
     "sparse_loco_compress",
-    "strom_compress",
-    "terngrad_compress",
     "top_k_compress",
     "variance_compress",
 ]
-
-
-class Workload(NamedTuple):
-    """What a setting is made for, when methods are measured or planned.
-
-    Attributes:
-      density: share of the entries that sparse methods send.
-      entries: parameters of the model.
-    """
-
-    density: float
-    entries: int
-
-    @property
-    def slots(self) -> int:
-        """Entries that a sparse method sends."""
-        return max(1, round(self.density * self.entries))
-
-    @property
-    def threshold(self) -> float:
-        """The magnitude that a standard normal exceeds with the probability `density`."""
-        return max(NormalDist().inv_cdf(1 - self.density / 2), 1e-6)
-
-    @property
-    def key(self) -> Array:
-        return jax.random.key(0)
-
-
-Setting = Callable[[Workload], optax.GradientTransformationExtraArgs]
-
-
-class MethodRow(NamedTuple):
-    """A method's row of the table.
-
-    Attributes:
-      readme: cells of the table in docs/methods.md, separated by " | ": call, bytes for N parameters, whether it keeps
-        a residual, source. What the method sends is the first line of its docstring.
-      settings: label -> a function that makes the transform, without axis names, for a workload: what the planner and
-        the benches measure. Payloads have just the slots that they need.
-      sparse: sends a share of the entries that can be chosen.
-      squares: uses `sum_grad_squared`.
-    """
-
-    readme: str
-    settings: dict[str, Setting]
-    sparse: bool = False
-    squares: bool = False
-
-
-def _variance(transport: str) -> Setting:
-    return lambda w: variance_compress(1.0, capacity=w.slots, transport=transport)
-
-
-def _power_sgd(rank: int) -> Setting:
-    return lambda w: power_sgd_compress(rank, key=w.key)
-
-
-METHODS: dict[str, MethodRow] = {
-    "dense": MethodRow(
-        '`dense_compress("float32")`, `"bfloat16"`, `"float16"` | 4N or 2N | no | baseline',
-        {"dense float32": lambda w: dense_compress(), "dense float16": lambda w: dense_compress("float16")},
-    ),
-    "variance": MethodRow(
-        "`variance_compress(alpha=0.5)` | 1.6 per sent entry at 1/100 | yes (`feedback=True`: rounding too) | "
-        "Tsuzuku et al. 2018",
-        {"variance": _variance("all_gather"), "variance (two_phase)": _variance("two_phase")},
-        sparse=True,
-        squares=True,
-    ),
-    "strom": MethodRow(
-        "`strom_compress(threshold)` | 1.2 per sent entry at 1/100 | yes | Strom 2015",
-        {"strom": lambda w: strom_compress(w.threshold, capacity=w.slots)},
-        sparse=True,
-    ),
-    "top_k": MethodRow(
-        "`top_k_compress(density)` | 5.1 per sent entry at 1/100 | yes | Alistarh et al. 2018",
-        {
-            "top_k": lambda w: top_k_compress(w.density, transport="all_gather"),
-            "top_k (two_phase)": lambda w: top_k_compress(w.density, transport="two_phase"),
-        },
-        sparse=True,
-    ),
-    "dgc": MethodRow(
-        "`dgc_compress(density=0.001, momentum=0.9)` | 5.1 per sent entry at 1/100 | yes | Lin et al. 2018",
-        {"dgc": lambda w: dgc_compress(w.density)},
-        sparse=True,
-    ),
-    "drop": MethodRow(
-        "`drop_compress(density=0.01)`, `layer_wise=True` | 5.1 per sent entry at 1/100 | yes | Aji & Heafield 2017",
-        {"drop": lambda w: drop_compress(w.density, capacity=w.slots)},
-        sparse=True,
-    ),
-    "gaussian_k": MethodRow(
-        "`gaussian_k_compress(density)` | 5.1 per sent entry at 1/100 | yes | Shi et al. 2019",
-        {"gaussian_k": lambda w: gaussian_k_compress(w.density, capacity=w.slots)},
-        sparse=True,
-    ),
-    "dryden": MethodRow(
-        "`dryden_compress(density=0.01)` | 1.2 per sent entry at 1/100, 8 per leaf | yes | Dryden et al. 2016",
-        {"dryden": lambda w: dryden_compress(w.density, capacity=w.slots)},
-        sparse=True,
-    ),
-    "random_k": MethodRow(
-        "`random_k_compress(density, key=key)` | 4 per sent entry | yes (`feedback=False`: no) | Stich et al. 2018",
-        {"random_k": lambda w: random_k_compress(w.density, key=w.key)},
-        sparse=True,
-    ),
-    "sketch": MethodRow(
-        "`sketch_compress(density, key=key)` | 4 rows x columns + 16 per sent entry | yes | Ivkin et al. 2019",
-        {"sketch": lambda w: sketch_compress(w.density, key=w.key)},
-        sparse=True,
-    ),
-    "demo": MethodRow(
-        "`demo_compress(top_k=32)` | 6 per coefficient, 3N/64 | yes, decaying | Peng et al. 2024",
-        {"demo": lambda w: demo_compress()},
-    ),
-    "sparse_loco": MethodRow(
-        "`sparse_loco_compress(top_k=64)` | 1.75 per sent entry, 7N/256 | yes, decaying | Sarfi et al. 2025",
-        {"sparse_loco": lambda w: sparse_loco_compress()},
-    ),
-    "qsgd": MethodRow(
-        "`qsgd_compress(bits=4, key=key)` | N/2 | no | Alistarh et al. 2017",
-        {"qsgd 4 bits": lambda w: qsgd_compress(4, key=w.key)},
-    ),
-    "terngrad": MethodRow(
-        "`terngrad_compress(clip=2.5, key=key)` | N/2 (up to 7 workers) or N (127), added up | no | Wen et al. 2017",
-        {"terngrad": lambda w: terngrad_compress(key=w.key)},
-    ),
-    "natural": MethodRow(
-        "`natural_compress(key=key)` | 9N/8 | no | Horvath et al. 2019",
-        {"natural": lambda w: natural_compress(key=w.key)},
-    ),
-    "onebit": MethodRow(
-        "`onebit_compress()` | N/8 + 8 per column, each way | yes | Seide et al. 2014",
-        {"onebit": lambda w: onebit_compress()},
-    ),
-    "ef_sign": MethodRow(
-        "`ef_sign_compress()` | N/8 | yes | Karimireddy et al. 2019",
-        {"ef_sign": lambda w: ef_sign_compress()},
-    ),
-    "sign_vote": MethodRow(
-        "`sign_vote_compress()` | N/8 each way | no | Bernstein et al. 2019",
-        {"sign_vote": lambda w: sign_vote_compress()},
-    ),
-    "signum": MethodRow(
-        "`signum_compress(momentum=0.9)` | N/8 each way | no | Bernstein et al. 2018",
-        {"signum": lambda w: signum_compress()},
-    ),
-    "power_sgd": MethodRow(
-        "`power_sgd_compress(rank=2, key=key)` | 4 rank (n + m) per matrix | yes | Vogels et al. 2019",
-        {f"power_sgd rank {rank}": _power_sgd(rank) for rank in (1, 2, 4)},
-    ),
-}

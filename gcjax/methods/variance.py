@@ -198,7 +198,7 @@ def variance_compress(
 
         criterion = alpha(state.step) if callable(alpha) else alpha
         passed, sendable, scales = _encodable(passes(r, v, criterion, bucket), r, code, bucket)
-        message = Message(r, sendable, code, bucket, capacities(bucket), scales, wire, owner_density)
+        message = Message(r, sendable, code, bucket, capacities(bucket), scales, wire)
         exchanged = exchange(message, state.transport, comm, all_finite)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)

@@ -22,6 +22,7 @@ import optax
 import gcjax
 from bench.accelerators import targets
 from gcjax import gossip
+from gcjax._table import METHODS
 
 PARAMS = {
     "kernel": jax.ShapeDtypeStruct((256, 128), jnp.float32),
@@ -47,7 +48,7 @@ class Case(NamedTuple):
     """A method with some options.
 
     Attributes:
-      method: its name in `gcjax.methods.METHODS` or `gcjax.gossip`.
+      method: its name in `gcjax._table.METHODS` or `gcjax.gossip`.
       make: make(**axes) -> the transform.
       meshes: of `MESHES`.
       reduced: elements that the workers add up by design, beyond `SCALARS`. As many as the gradient has: only the dense
@@ -86,26 +87,28 @@ CASES = {
     "variance, float16": Case("variance", _variance(values="float16", capacity=512, feedback=True), squares=True),
     "variance, two_phase": Case("variance", _variance(capacity=512, **OWNERS), squares=True),
     "hybrid": Case("variance", _variance(threshold=0.01), squares=True),
-    "strom": Case("strom", _plain(gcjax.strom_compress, 0.01)),
+    "strom": Case("strom", _plain(gcjax.contrib.strom_compress, 0.01)),
     "top_k": Case("top_k", _plain(gcjax.top_k_compress, 0.01), ALL),
     "top_k, two_phase": Case("top_k", _plain(gcjax.top_k_compress, 0.01, **OWNERS), ALL),
     "dgc": Case("dgc", _plain(gcjax.dgc_compress, 0.01), reduced=VECTORS),
-    "drop": Case("drop", _plain(gcjax.drop_compress, 0.01)),
-    "drop, layer-wise": Case("drop", _plain(gcjax.drop_compress, 0.01, layer_wise=True)),
-    "gaussian_k": Case("gaussian_k", _plain(gcjax.gaussian_k_compress, 0.01)),
-    "dryden": Case("dryden", _plain(gcjax.dryden_compress, 0.01)),
-    "random_k": Case("random_k", _keyed(gcjax.random_k_compress, 0.01), ALL, ENTRIES // 100),
-    "random_k, blocks": Case("random_k", _keyed(gcjax.random_k_compress, 0.01, block=32), reduced=ENTRIES // 100),
-    "sketch": Case("sketch", _keyed(gcjax.sketch_compress, 0.001), ALL, 54 * (ENTRIES // 1000)),
-    "demo": Case("demo", _plain(gcjax.demo_compress)),
+    "drop": Case("drop", _plain(gcjax.contrib.drop_compress, 0.01)),
+    "drop, layer-wise": Case("drop", _plain(gcjax.contrib.drop_compress, 0.01, layer_wise=True)),
+    "gaussian_k": Case("gaussian_k", _plain(gcjax.contrib.gaussian_k_compress, 0.01)),
+    "dryden": Case("dryden", _plain(gcjax.contrib.dryden_compress, 0.01)),
+    "random_k": Case("random_k", _keyed(gcjax.contrib.random_k_compress, 0.01), ALL, ENTRIES // 100),
+    "random_k, blocks": Case(
+        "random_k", _keyed(gcjax.contrib.random_k_compress, 0.01, block=32), reduced=ENTRIES // 100
+    ),
+    "sketch": Case("sketch", _keyed(gcjax.contrib.sketch_compress, 0.001), ALL, 54 * (ENTRIES // 1000)),
+    "demo": Case("demo", _plain(gcjax.contrib.demo_compress)),
     "sparse_loco": Case("sparse_loco", _plain(gcjax.sparse_loco_compress)),
     "qsgd": Case("qsgd", _keyed(gcjax.qsgd_compress, 4), ALL),
-    "terngrad": Case("terngrad", _keyed(gcjax.terngrad_compress), reduced=ENTRIES // 4),
-    "natural": Case("natural", _keyed(gcjax.natural_compress)),
+    "terngrad": Case("terngrad", _keyed(gcjax.contrib.terngrad_compress), reduced=ENTRIES // 4),
+    "natural": Case("natural", _keyed(gcjax.contrib.natural_compress)),
     "onebit": Case("onebit", _plain(gcjax.onebit_compress), ALL),
     "ef_sign": Case("ef_sign", _plain(gcjax.ef_sign_compress)),
-    "sign_vote": Case("sign_vote", _plain(gcjax.sign_vote_compress), ALL),
-    "signum": Case("signum", _plain(gcjax.signum_compress)),
+    "sign_vote": Case("sign_vote", _plain(gcjax.contrib.sign_vote_compress), ALL),
+    "signum": Case("signum", _plain(gcjax.contrib.signum_compress)),
     "power_sgd": Case("power_sgd", _keyed(gcjax.power_sgd_compress, 2), ALL, 2 * MATRICES + VECTORS),
     "swarm": Case("swarm_average", _keyed(gossip.swarm_average)),
     "swarm, 8 bits": Case("swarm_average", _keyed(gossip.swarm_average, bits=8)),
@@ -124,7 +127,7 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     """The training step of a case."""
     case, mesh = CASES[name], targets.mesh_of(target, MESHES[mesh_name])
     tx = case.make(**AXES[mesh_name])
-    if case.method in gcjax.methods.METHODS:
+    if case.method in METHODS:
         chain = optax.chain(tx, optax.sgd(0.1))
         step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names)
     else:

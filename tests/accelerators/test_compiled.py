@@ -16,6 +16,7 @@ import gcjax
 from bench.accelerators import environments, hlo
 from bench.machine import ROOT
 from gcjax._hlo import replica_groups
+from gcjax._table import METHODS
 
 TARGETS = ("tpu", "gpu")
 HOST = 4  # workers on one; numbered in the order of the mesh
@@ -133,4 +134,4 @@ def test_every_method_has_a_case():
         if getattr(gcjax.gossip, name).__annotations__.get("return") is optax.GradientTransformationExtraArgs
     }
     assert len(gossip) >= 4
-    assert {case.method for case in cases.CASES.values()} == gossip | set(gcjax.methods.METHODS)
+    assert {case.method for case in cases.CASES.values()} == gossip | set(METHODS)

@@ -35,7 +35,7 @@ def test_every_method_can_be_chosen_by_text():
         params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
         updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params))
         assert updates == params, name
-    assert len(options.method_names()) == sum(name.endswith("_compress") for name in gcjax.__all__)
+    assert len(options.method_names()) == len(gcjax.methods.__all__ + gcjax.contrib.__all__)
 
 
 @pytest.mark.parametrize(

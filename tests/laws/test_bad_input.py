@@ -56,7 +56,10 @@ def test_bad_options_of_variance_compress_raise(options, error, message):
 @pytest.mark.parametrize(
     ("make", "bad", "message"),
     [
-        *((gcjax.strom_compress, x, r"threshold must be in \(0, inf\), got {}") for x in (0.0, -0.1, float("nan"))),
+        *(
+            (gcjax.contrib.strom_compress, x, r"threshold must be in \(0, inf\), got {}")
+            for x in (0.0, -0.1, float("nan"))
+        ),
         *((gcjax.top_k_compress, x, r"density must be in \(0, 1\], got {}") for x in (0.0, -0.1, 1.5, float("nan"))),
         (gcjax.dense_compress, "int8", "'float32', 'bfloat16', 'float16', got '{}'"),
     ],
@@ -181,7 +184,7 @@ def test_placing_state_on_a_mesh_without_its_axis_raises():
             "shape_for is None, .*_from_three",
         ),
         (
-            functools.partial(gcjax.random_k_compress, 0.5),
+            functools.partial(gcjax.contrib.random_k_compress, 0.5),
             {"key": jax.random.key(0), "feedback": True},
             {"key": jax.random.key(0), "feedback": False},
             r"error is \(1, 32, 128\), that of this transform \(1,\)",
@@ -220,7 +223,8 @@ def test_a_traced_step_on_arrays_of_other_options_trains_nothing(mode):
 CHECKSUMS = """
 import jax, gcjax, optax
 key = jax.random.key(0)
-for tx in (gcjax.variance_compress(), gcjax.qsgd_compress(4, key=key), gcjax.dgc_compress(0.1), gcjax.demo_compress(1)):
+demo = gcjax.contrib.demo_compress(1)
+for tx in (gcjax.variance_compress(), gcjax.qsgd_compress(4, key=key), gcjax.dgc_compress(0.1), demo):
     print(optax.tree.get(tx.init({"w": jax.numpy.ones(5000), "b": jax.numpy.ones(3)}), "options")[0])
 """
 

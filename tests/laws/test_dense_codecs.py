@@ -11,16 +11,16 @@ from selection import cases
 
 import gcjax
 from gcjax._comm.simulated import ring_bytes, transfers_of
-from gcjax._core import two_phase_codec
-from gcjax._core.two_phase_codec import cut, parameters_of, part_of, uncut
+from gcjax._dense import parts
+from gcjax._dense.parts import cut, parameters_of, part_of, uncut
 from gcjax._kernels.layout import layout_of
 
 KEY = jax.random.key(3)
 METHODS = {
     "qsgd": functools.partial(gcjax.qsgd_compress, key=KEY),
     "qsgd, 1 bit": functools.partial(gcjax.qsgd_compress, 1, key=KEY),
-    "natural": functools.partial(gcjax.natural_compress, key=KEY),
-    "terngrad": functools.partial(gcjax.terngrad_compress, None, aggregate="gather", key=KEY),
+    "natural": functools.partial(gcjax.contrib.natural_compress, key=KEY),
+    "terngrad": functools.partial(gcjax.contrib.terngrad_compress, None, aggregate="gather", key=KEY),
     "ef_sign": gcjax.ef_sign_compress,
     "float16": functools.partial(gcjax.dense_compress, "float16"),
 }
@@ -139,8 +139,8 @@ def test_many_workers_are_added_in_a_loop(transport, monkeypatch):
     g = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
     updates = []
     for unrolled in (16, 3):
-        monkeypatch.setattr(two_phase_codec, "UNROLLED", unrolled)
-        runner = Runner(gcjax.natural_compress(key=KEY, transport=transport, axis_name="data"), {"a": g[0]}, 4)
+        monkeypatch.setattr(parts, "UNROLLED", unrolled)
+        runner = Runner(gcjax.contrib.natural_compress(key=KEY, transport=transport, axis_name="data"), {"a": g[0]}, 4)
         updates.append([runner.step({"a": g})["a"] for _ in range(3)])
     np.testing.assert_array_equal(*updates)
 

@@ -220,7 +220,7 @@ def residual_ratios(tx, gradient, marks):
 
 def test_a_residual_that_grows_for_ever_shows_beside_the_gradient():
     gradient = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(20, 30)), jnp.bfloat16), "b": jnp.full(3, 1e-3)}
-    grows = residual_ratios(gcjax.strom_compress(threshold=0.01), gradient, [10, 40])
+    grows = residual_ratios(gcjax.contrib.strom_compress(threshold=0.01), gradient, [10, 40])
     np.testing.assert_allclose(grows, [10, 40], rtol=0.05)
     settles = residual_ratios(gcjax.top_k_compress(0.5), gradient, [10, 40])
     assert max(settles) < 2

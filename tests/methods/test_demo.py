@@ -12,7 +12,7 @@ from optimum import decaying, distance_after_training
 import gcjax
 from gcjax._kernels.chunks import chunk_groups, from_groups, into_groups, largest_of_rows
 from gcjax._kernels.layout import layout_of
-from gcjax.methods import demo
+from gcjax.contrib import demo
 
 RNG = np.random.default_rng(0)
 
@@ -78,10 +78,10 @@ def test_the_largest_of_each_row_are_found_exactly(size, k):
         np.testing.assert_array_equal(np.sort(np.abs(entries[found])), np.sort(np.abs(entries))[-len(found) :])
 
 
-SCHEDULED = optax.inject_hyperparams(gcjax.demo_compress, static_args=("top_k", "chunk"))  # the decay is traced
+SCHEDULED = optax.inject_hyperparams(gcjax.contrib.demo_compress, static_args=("top_k", "chunk"))  # the decay is traced
 
 
-@pytest.mark.parametrize("make", [gcjax.demo_compress, SCHEDULED], ids=["fixed", "traced"])
+@pytest.mark.parametrize("make", [gcjax.contrib.demo_compress, SCHEDULED], ids=["fixed", "traced"])
 def test_sum_and_decay_by_hand(make):
     # The coefficients of two entries are sum and difference over sqrt(2). After (3, 1) the difference is left.
     gradients = [jnp.array([3.0, 1.0]), jnp.zeros(2), jnp.zeros(2)]
@@ -94,7 +94,7 @@ def test_sum_and_decay_by_hand(make):
 
 def test_words_by_hand():
     g = {"pairs": jnp.array([3.0, 1.0, 1.0, -4.0]), "scalar": jnp.float32(-7.0)}
-    tx = gcjax.demo_compress(top_k=1, chunk=2)
+    tx = gcjax.contrib.demo_compress(top_k=1, chunk=2)
     (words,), info = messages(tx, g)
     # Index 0 of the chunk with one entry, index 0 of the first pair (its sum), index 1 of the second (its difference).
     # The third index shares a word with the first.
@@ -110,7 +110,7 @@ def test_a_smooth_gradient_needs_few_coefficients():
     noise = RNG.normal(size=(128, 128)).astype(np.float32)
 
     def share_left(g):
-        _, state = stepped(gcjax.demo_compress(), [jnp.asarray(g)])
+        _, state = stepped(gcjax.contrib.demo_compress(), [jnp.asarray(g)])
         assert gcjax.info(state).sent == 4 * 32
         return float(gcjax.info(state).residual_norm[0] ** 2 / np.sum(g**2))
 
@@ -120,7 +120,7 @@ def test_a_smooth_gradient_needs_few_coefficients():
 
 def test_the_message_has_a_fixed_size():
     params = {"matrix": np.zeros((130, 70)), "vector": np.zeros(100)}  # chunks of 44 x 35 and of 50 entries
-    runner = Runner(gcjax.demo_compress(axis_name="data"), params, 4)
+    runner = Runner(gcjax.contrib.demo_compress(axis_name="data"), params, 4)
     coefficients = 6 * 32 + 2 * 32
     for g in (RNG.normal(size=(4, 130, 70)), np.zeros((4, 130, 70))):
         runner.step({"matrix": g.astype(np.float32), "vector": np.ones((4, 100), np.float32)})
@@ -130,14 +130,14 @@ def test_the_message_has_a_fixed_size():
 
 
 def test_coefficients_are_averaged_over_all_workers():
-    tx = gcjax.demo_compress(top_k=1, axis_name="data")
+    tx = gcjax.contrib.demo_compress(top_k=1, axis_name="data")
     gradients = np.array([[4.0, 4.0], [1.0, -1.0], [2.0, 2.0], [0.0, 0.0]], np.float32)
     update = Runner(tx, {"x": gradients[0]}, 4).step({"x": gradients})["x"][0]
     np.testing.assert_allclose(update, [1.75, 1.25], rtol=1e-6)
 
 
 def test_entries_near_the_end_of_float32_do_not_overflow():
-    (update,), state = stepped(gcjax.demo_compress(), [jnp.full((64, 64), 1e24)])
+    (update,), state = stepped(gcjax.contrib.demo_compress(), [jnp.full((64, 64), 1e24)])
     np.testing.assert_allclose(update, 1e24, rtol=1e-5)
     assert np.isfinite(gcjax.info(state).residual_norm).all()
 
@@ -145,7 +145,7 @@ def test_entries_near_the_end_of_float32_do_not_overflow():
 @pytest.mark.full
 def test_training_with_and_without_sign_and_memory():
     def distance(*end, **options):
-        tx = gcjax.demo_compress(top_k=4, chunk=8, axis_name="data", **options)
+        tx = gcjax.contrib.demo_compress(top_k=4, chunk=8, axis_name="data", **options)
         return distance_after_training(optax.chain(tx, *end, optax.scale_by_learning_rate(decaying)), 500)
 
     assert distance() < 0.05
@@ -166,4 +166,4 @@ def test_training_with_and_without_sign_and_memory():
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.demo_compress(**options)
+        gcjax.contrib.demo_compress(**options)

@@ -12,7 +12,7 @@ from selection import cases
 
 import gcjax
 from gcjax._kernels import layout
-from gcjax.methods import drop
+from gcjax.contrib import drop
 
 N, DENSITY = 1_000_000, 0.01
 
@@ -32,7 +32,7 @@ def without_residual(tx):
 
 def test_message_by_hand():
     g = jnp.array([3.0, -0.5, -2.0, 0.25])
-    (words,), info = messages(gcjax.drop_compress(0.5, capacity=32), g)
+    (words,), info = messages(gcjax.contrib.drop_compress(0.5, capacity=32), g)
     assert info.payload_bits == 32 + (2 * 4 + 4) + 2 * 32  # in 2 slots: 3 low bits, 31 >> 3 is 3
     assert words[0] == 2
     assert entries(words[1:], 2, 32, 32, 32) == [(0, 0x40400000), (2, 0xC0000000)]  # 3 and -2
@@ -41,7 +41,7 @@ def test_message_by_hand():
 def test_a_small_model_sends_exactly_the_density():
     # 33 leaves of 33 entries in two words each: ceil(0.07 * 1089) = 77.
     values = np.random.default_rng(0).permutation(np.arange(1, 1090, dtype=np.float32)).reshape(33, 33)
-    sent = once(gcjax.drop_compress(0.07, capacity=96), list(values))
+    sent = once(gcjax.contrib.drop_compress(0.07, capacity=96), list(values))
     np.testing.assert_array_equal(sent, np.where(values > 1089 - 77, values, 0))
 
 
@@ -67,10 +67,10 @@ def test_padding_does_not_dilute_the_sample():
 
 def test_layer_wise_thresholds_select_from_every_leaf():
     g = {"large": jnp.array([400.0, 100.0, 200.0, 300.0]), "small": jnp.array([1.0, -4.0, 3.0, 2.0])}
-    sent = once(gcjax.drop_compress(0.25, capacity=32), g)
+    sent = once(gcjax.contrib.drop_compress(0.25, capacity=32), g)
     assert sent["large"].tolist() == [400, 0, 0, 300]
     assert sent["small"].tolist() == [0, 0, 0, 0]
-    sent = once(gcjax.drop_compress(0.25, layer_wise=True, capacity=32), g)
+    sent = once(gcjax.contrib.drop_compress(0.25, layer_wise=True, capacity=32), g)
     assert sent["large"].tolist() == [400, 0, 0, 0]
     assert sent["small"].tolist() == [0, -4, 0, 0]
 
@@ -91,13 +91,13 @@ def test_every_large_leaf_has_its_own_quantile():
 @pytest.mark.parametrize("layer_wise", [False, True])
 def test_zeros_are_never_sent(layer_wise):
     g = {"a": jnp.array([0.0, 2.0, 0.0, -1.0]), "b": jnp.zeros(40)}
-    tx = gcjax.drop_compress(1.0, layer_wise=layer_wise, capacity=64)
+    tx = gcjax.contrib.drop_compress(1.0, layer_wise=layer_wise, capacity=64)
     info = gcjax.info(jax.jit(tx.update)(g, tx.init(g))[1])
     assert info.selected == info.sent == 2
 
 
 def test_ties_beyond_the_capacity_are_sent_later():
-    tx = gcjax.drop_compress(0.01)
+    tx = gcjax.contrib.drop_compress(0.01)
     state, zero = tx.init(jnp.zeros(160)), jnp.zeros(160)
     update, state = jax.jit(tx.update)(jnp.full(160, 0.5), state)
     assert gcjax.info(state).selected == 160
@@ -111,7 +111,7 @@ def test_ties_beyond_the_capacity_are_sent_later():
 
 def test_only_the_residual_sends_entries_below_ones_that_cancel():
     gradients = np.array([[10.0, 1.0], [-10.0, 1.0]], np.float32)
-    tx = gcjax.drop_compress(0.5, capacity=32, axis_name="data")
+    tx = gcjax.contrib.drop_compress(0.5, capacity=32, axis_name="data")
     kept, forgotten = (Runner(t, jnp.zeros(2), 2) for t in (tx, without_residual(tx)))
     moved = sum(kept.step(gradients)[0] for _ in range(30))
     assert moved[0] == 0
@@ -124,8 +124,8 @@ def test_only_the_residual_sends_entries_below_ones_that_cancel():
     ("make", "options"),
     [
         (gcjax.onebit_compress, {}),
-        (gcjax.drop_compress, {"density": 0.1, "capacity": 64}),
-        (gcjax.dryden_compress, {"density": 0.1}),
+        (gcjax.contrib.drop_compress, {"density": 0.1, "capacity": 64}),
+        (gcjax.contrib.dryden_compress, {"density": 0.1}),
     ],
     default=1,
 )
@@ -145,4 +145,4 @@ def test_methods_stall_without_their_residuals(make, options):
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.drop_compress(**options)
+        gcjax.contrib.drop_compress(**options)

@@ -23,7 +23,7 @@ def bits(value):
 def test_message_by_hand():
     # Leaf "a": of the positives 8, 4, 2, 1 half are sent, 8 and 4; the negative is alone. Leaf "b" is the second word.
     g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
-    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32), g)
+    (payload,), info = messages(gcjax.contrib.dryden_compress(0.5, capacity=32), g)
     assert payload[0] == 4
     assert [hex(w) for w in payload[1:5]] == [bits(6.0), "0x0", bits(-0.5), bits(-5.0)]
     assert entries(payload[5:], 4, 32, 64, 1) == [(1, 0), (2, 1), (4, 0), (34, 1)]
@@ -32,7 +32,7 @@ def test_message_by_hand():
 
 def test_words_by_hand():
     g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
-    (payload,), info = messages(gcjax.dryden_compress(0.5, capacity=32, wire="word"), g)
+    (payload,), info = messages(gcjax.contrib.dryden_compress(0.5, capacity=32, wire="word"), g)
     assert [hex(w) for w in payload[5:9]] == ["0x1", "0x80000002", "0x4", "0x80000022"]
     assert len(payload) == 1 + 4 + 32
     assert info.payload_bits == 32 * (1 + 4 + 4)
@@ -47,7 +47,7 @@ def test_class_mean_code_by_hand():
 
 
 def test_three_steps_by_hand():
-    tx = gcjax.dryden_compress(0.5)
+    tx = gcjax.contrib.dryden_compress(0.5)
     steps = [
         # a = g: 2 of 4 positives, 1 of 1 negatives
         ([1.0, 7.0, 3.0, 2.0, -6.0], [0.0, 5.0, 5.0, 0.0, -6.0]),
@@ -68,7 +68,7 @@ def test_each_class_sends_its_share_within_sampling_error():
     # A heavy-tailed positive and a light-tailed negative class; a leaf of another size with values 1000 times smaller.
     skewed = jax.random.normal(key, (N,)) + 0.5
     leaves = {"a": jnp.where(skewed > 0, skewed**3, skewed), "b": jax.random.normal(key, (N // 4,)) * 1e-3}
-    tx = gcjax.dryden_compress(0.02)
+    tx = gcjax.contrib.dryden_compress(0.02)
     updates, state = jax.jit(tx.update)(leaves, tx.init(leaves))
     info = gcjax.info(state)
     assert info.overflow[0] == 0
@@ -85,7 +85,7 @@ def test_each_class_sends_its_share_within_sampling_error():
 
 def test_every_step_takes_another_sample():
     g = jax.random.normal(jax.random.key(0), (N,))
-    tx = gcjax.dryden_compress(0.02, capacity=N)
+    tx = gcjax.contrib.dryden_compress(0.02, capacity=N)
     start = tx.init(g)
     (bucket,) = start.buckets.value
 
@@ -100,7 +100,7 @@ def test_every_step_takes_another_sample():
 
 
 def test_the_residual_is_orthogonal_to_the_update():
-    tx = gcjax.dryden_compress(0.1, capacity=N)
+    tx = gcjax.contrib.dryden_compress(0.1, capacity=N)
     g = jax.random.normal(jax.random.key(1), (N,))
     updates, state = jax.jit(tx.update)(g, tx.init(g))
     a, sent, e = (np.linalg.norm(np.asarray(x, np.float64)) for x in (g, updates, residuals(state, 1, (N,))[0][0]))
@@ -110,7 +110,7 @@ def test_the_residual_is_orthogonal_to_the_update():
 def test_equal_entries_are_sent_as_they_are_in_every_step():
     sizes = {1e24: 100_000, -1e24: 100, 1e-37: 100, 3.0: 1000}
     g = {str(value): jnp.full(size, value) for value, size in sizes.items()}
-    tx = gcjax.dryden_compress(0.01, capacity=sum(sizes.values()))
+    tx = gcjax.contrib.dryden_compress(0.01, capacity=sum(sizes.values()))
     step, state = jax.jit(tx.update), tx.init(g)
     for _ in range(5):
         updates, state = step(g, state)
@@ -119,7 +119,9 @@ def test_equal_entries_are_sent_as_they_are_in_every_step():
 
 def test_a_changing_density_and_a_skipped_step_lose_nothing():
     schedule = optax.linear_schedule(0.5, 0.05, 6)
-    tx = optax.inject_hyperparams(gcjax.dryden_compress, static_args=("capacity",))(schedule, capacity=(32, 128))
+    tx = optax.inject_hyperparams(gcjax.contrib.dryden_compress, static_args=("capacity",))(
+        schedule, capacity=(32, 128)
+    )
     g = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
     step, state, total, counts = jax.jit(tx.update), tx.init(g), 0.0, []
     for number in range(8):
@@ -143,4 +145,4 @@ def test_a_changing_density_and_a_skipped_step_lose_nothing():
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.dryden_compress(**options)
+        gcjax.contrib.dryden_compress(**options)

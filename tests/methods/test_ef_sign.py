@@ -82,7 +82,7 @@ def rate(t):
 
 def both(gradient, x, steps=2000):
     """The last parameters with signs alone and with EF-SignSGD."""
-    signs = optax.chain(gcjax.sign_vote_compress(), optax.sgd(rate))
+    signs = optax.chain(gcjax.contrib.sign_vote_compress(), optax.sgd(rate))
     feedback = optax.chain(gcjax.ef_sign_compress(), optax.sgd(rate))
     return descend(signs, gradient, x, steps), descend(feedback, gradient, x, steps)
 

@@ -12,12 +12,12 @@ from rows.gaussian_k import paper_rounds
 
 import gcjax
 from gcjax._kernels import bits, layout
-from gcjax.methods import gaussian_k
+from gcjax.contrib import gaussian_k
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
 def step(gradient, capacity):
-    tx = gcjax.gaussian_k_compress(0.01, capacity=capacity)
+    tx = gcjax.contrib.gaussian_k_compress(0.01, capacity=capacity)
     return tx.update(gradient, tx.init(gradient))
 
 
@@ -117,9 +117,9 @@ def test_equal_entries_and_a_single_entry_are_sent():
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
 def test_a_bad_density_raises(density):
     with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
-        gcjax.gaussian_k_compress(density)
+        gcjax.contrib.gaussian_k_compress(density)
 
 
 def test_a_bad_capacity_raises():
     with pytest.raises(TypeError, match=r"capacity must be an int, .*'big'"):
-        gcjax.gaussian_k_compress(0.01, capacity="big")
+        gcjax.contrib.gaussian_k_compress(0.01, capacity="big")

@@ -10,7 +10,7 @@ import gcjax
 
 def once(g):
     g = np.asarray(g, np.float32)
-    return draws(gcjax.natural_compress(key=KEY), g, 1)[0]
+    return draws(gcjax.contrib.natural_compress(key=KEY), g, 1)[0]
 
 
 def test_powers_of_two_are_sent_exactly():
@@ -22,7 +22,7 @@ def test_powers_of_two_are_sent_exactly():
 def test_draws_are_neighbours_unbiased_and_vary_as_stated():
     special, spread = [4 / 3, -4 / 3, 1.5, 1 + 2**-23, 2 - 2**-23], np.geomspace(1e-30, 1e24, 200)
     g = np.concatenate([special, spread * np.tile([1, -1], 100)]).astype(np.float32)
-    got = draws(gcjax.natural_compress(key=KEY), g, 4000) / g.astype(np.float64)
+    got = draws(gcjax.contrib.natural_compress(key=KEY), g, 4000) / g.astype(np.float64)
     mantissa = np.abs(g) / 2.0 ** np.floor(np.log2(np.abs(g)))
     for column, m in zip(got.T, mantissa, strict=True):
         assert np.isin(np.round(column * m, 6), (1, 2)).all()
@@ -37,7 +37,7 @@ def test_draws_are_neighbours_unbiased_and_vary_as_stated():
 def test_words_by_hand():
     g = np.zeros(40, np.float32)
     g[[0, 1, 33]] = 4.0, -0.25, -1.0  # biased exponents 129, 125, 127
-    (words,), info = messages(gcjax.natural_compress(key=KEY), g)
+    (words,), info = messages(gcjax.contrib.natural_compress(key=KEY), g)
     planes = words.reshape(9, 2).tolist()  # the even entries, then the odd ones
     for bit in range(8):
         assert planes[bit] == [129 >> bit & 1, (125 >> bit & 1) | (127 >> bit & 1) << 16]
@@ -51,4 +51,4 @@ def test_tiny_numbers_become_zero():
 
 def test_a_bad_key_raises():
     with pytest.raises(TypeError, match=r"key must be a key made by jax.random.key"):
-        gcjax.natural_compress(key=3)
+        gcjax.contrib.natural_compress(key=3)

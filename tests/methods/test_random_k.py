@@ -9,7 +9,7 @@ from harness import Runner, draws, residuals
 import gcjax
 from gcjax._hlo import collectives
 from gcjax._kernels import layout
-from gcjax.methods import random_k
+from gcjax.contrib import random_k
 
 KEY = jax.random.key(11)
 
@@ -48,7 +48,7 @@ def test_remainders_of_64_bits_are_exact(divisor):
 @pytest.mark.parametrize(("density", "block", "rarity"), [(0.3, 1, 32 / 9), (0.4, 5, 7 / 2)])
 def test_without_feedback_it_is_unbiased(density, block, rarity):
     steps, g = 20_000, np.linspace(-1, 2, 32, dtype=np.float32)
-    y = draws(gcjax.random_k_compress(density, key=KEY, block=block, feedback=False), g, steps)
+    y = draws(gcjax.contrib.random_k_compress(density, key=KEY, block=block, feedback=False), g, steps)
     np.testing.assert_allclose(y.mean(axis=0), g, atol=5 * ((rarity - 1) * (g**2).max() / steps) ** 0.5)
     squares = ((y - g) ** 2).sum(axis=1)
     assert squares.mean() == pytest.approx((rarity - 1) * (g**2).sum(), abs=5 * float(squares.std()) / steps**0.5)
@@ -57,7 +57,7 @@ def test_without_feedback_it_is_unbiased(density, block, rarity):
 
 def test_with_feedback_the_residual_contracts():
     g = np.linspace(-1, 2, 32, dtype=np.float32)
-    tx = gcjax.random_k_compress(0.25, key=KEY)
+    tx = gcjax.contrib.random_k_compress(0.25, key=KEY)
 
     def step(state, _):
         (bucket,) = state.buckets.value
@@ -71,7 +71,7 @@ def test_with_feedback_the_residual_contracts():
 
 
 def test_workers_send_the_same_entries_new_in_each_step():
-    runner = Runner(gcjax.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(64), 3)
+    runner = Runner(gcjax.contrib.random_k_compress(0.2, key=KEY, axis_name="data"), jnp.zeros(64), 3)
     gradients, places = np.arange(1, 193, dtype=np.float32).reshape(3, 64), []
     for _ in range(4):
         start = residuals(runner.state, 3, (64,))
@@ -86,12 +86,14 @@ def test_workers_send_the_same_entries_new_in_each_step():
 
 
 def test_another_key_draws_other_entries():
-    first, second = (draws(gcjax.random_k_compress(0.2, key=jax.random.key(s)), jnp.ones(50), 1) for s in (0, 1))
+    first, second = (
+        draws(gcjax.contrib.random_k_compress(0.2, key=jax.random.key(s)), jnp.ones(50), 1) for s in (0, 1)
+    )
     assert (first != second).any()
 
 
 def test_blocks_are_sent_whole():
-    y = draws(gcjax.random_k_compress(0.6, key=KEY, block=20, feedback=False), jnp.ones(96), 60) != 0
+    y = draws(gcjax.contrib.random_k_compress(0.6, key=KEY, block=20, feedback=False), jnp.ones(96), 60) != 0
     blocks = np.split(y, range(20, 96, 20), axis=1)  # the last one has 16 entries
     assert all((block == block[:, :1]).all() for block in blocks)
     assert (sum(block[:, 0].astype(int) for block in blocks) == 3).all()
@@ -110,7 +112,7 @@ def test_every_parameter_has_a_number():
 
 
 def test_a_block_larger_than_the_model_sends_it_all():
-    tx = gcjax.random_k_compress(0.01, key=KEY, block=1 << 31)
+    tx = gcjax.contrib.random_k_compress(0.01, key=KEY, block=1 << 31)
     update, state = jax.jit(tx.update)(jnp.arange(5.0), tx.init(jnp.zeros(5)))
     assert update.tolist() == [0, 1, 2, 3, 4]
     assert gcjax.info(state).payload_bits == 32 * 32  # padding included
@@ -118,7 +120,7 @@ def test_a_block_larger_than_the_model_sends_it_all():
 
 def test_only_the_values_are_on_the_wire():
     params = jnp.zeros(1024)
-    runner = Runner(gcjax.random_k_compress(0.05, key=KEY, axis_name="data"), params, 4)
+    runner = Runner(gcjax.contrib.random_k_compress(0.05, key=KEY, axis_name="data"), params, 4)
     found = collectives(runner.compiled_text(np.ones((4, 1024), np.float32)))
     assert [(c.kind, c.elements) for c in found if c.dtype == "f32"] == [("all-reduce", 51)]
     runner.step(np.ones((4, 1024), np.float32))
@@ -128,7 +130,7 @@ def test_only_the_values_are_on_the_wire():
 @pytest.mark.parametrize("feedback", [True, False])
 def test_density_one_is_the_dense_mean(feedback):
     g = np.random.default_rng(0).normal(size=77).astype(np.float32)
-    np.testing.assert_array_equal(draws(gcjax.random_k_compress(1.0, key=KEY, feedback=feedback), g, 2), [g, g])
+    np.testing.assert_array_equal(draws(gcjax.contrib.random_k_compress(1.0, key=KEY, feedback=feedback), g, 2), [g, g])
 
 
 @pytest.mark.parametrize(
@@ -144,4 +146,4 @@ def test_density_one_is_the_dense_mean(feedback):
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.random_k_compress(**options)
+        gcjax.contrib.random_k_compress(**options)

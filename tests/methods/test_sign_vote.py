@@ -9,13 +9,13 @@ from harness import Runner, mesh_of
 from jax.sharding import PartitionSpec as P
 
 import gcjax
-from gcjax.methods import sign_vote
+from gcjax.contrib import sign_vote
 
 
 def vote(per_worker, tx=None):
     """The update when worker w has the gradient per_worker[w]."""
     gradients = np.asarray(per_worker, np.float32)
-    tx = tx or gcjax.sign_vote_compress(axis_name="data")
+    tx = tx or gcjax.contrib.sign_vote_compress(axis_name="data")
     return Runner(tx, {"x": gradients[0]}, len(gradients)).step({"x": gradients})["x"][0].tolist()
 
 
@@ -48,7 +48,7 @@ def test_a_minority_of_adversaries_changes_nothing():
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_a_worker_sends_less_than_two_bits_per_entry(workers):
     entries = 4096
-    runner = Runner(gcjax.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
+    runner = Runner(gcjax.contrib.sign_vote_compress(axis_name="data"), {"x": np.zeros(entries)}, workers)
     runner.step({"x": np.ones((workers, entries), np.float32)})
     info = gcjax.info(runner.state)
     check = 2 * (workers - 1) / workers * 20  # that of the checks
@@ -57,7 +57,7 @@ def test_a_worker_sends_less_than_two_bits_per_entry(workers):
 
 
 def test_the_momentum_of_signum_by_hand():
-    tx = gcjax.signum_compress(momentum=0.75)
+    tx = gcjax.contrib.signum_compress(momentum=0.75)
     state, votes, momenta = tx.init(jnp.zeros(1)), [], []
     for g in (8.0, -4.0, -4.0, 0.0):
         updates, state = tx.update(jnp.array([g]), state)
@@ -69,7 +69,7 @@ def test_the_momentum_of_signum_by_hand():
 
 def test_signum_votes_with_each_workers_momentum():
     """The momentum of the mean gradient is positive in every step."""
-    tx = gcjax.signum_compress(momentum=0.5, axis_name="data")
+    tx = gcjax.contrib.signum_compress(momentum=0.5, axis_name="data")
     runner = Runner(tx, {"x": np.zeros(1)}, 3)
     big, small = np.array([[9.0], [-1.0], [-1.0]], np.float32), np.array([[-1.0], [0.25], [-0.25]], np.float32)
     assert runner.step({"x": big})["x"][0].tolist() == [-1.0]
@@ -104,7 +104,7 @@ def test_a_vote_ends_at_the_median_and_feedback_at_the_mean():
 
     ends = {
         name: trained(optax.chain(make(axis_name="data"), optax.sgd(rate)), centres)
-        for name, make in (("vote", gcjax.sign_vote_compress), ("feedback", gcjax.ef_sign_compress))
+        for name, make in (("vote", gcjax.contrib.sign_vote_compress), ("feedback", gcjax.ef_sign_compress))
     }
     np.testing.assert_allclose(ends["vote"], [1.0, 0.0], atol=0.03)
     np.testing.assert_allclose(ends["feedback"], [2.0, 2 / 3], atol=0.03)
@@ -113,4 +113,4 @@ def test_a_vote_ends_at_the_median_and_feedback_at_the_mean():
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
 def test_a_bad_momentum_raises(momentum):
     with pytest.raises(ValueError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
-        gcjax.signum_compress(momentum)
+        gcjax.contrib.signum_compress(momentum)

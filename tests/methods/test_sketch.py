@@ -8,7 +8,7 @@ from harness import Runner
 from rows.sketch import KEY
 
 import gcjax
-from gcjax.methods import sketch
+from gcjax.contrib import sketch
 
 SIZE, WIDTH = 100, 16  # six whole stretches and a ragged end
 
@@ -86,7 +86,7 @@ def spikes_in_noise(workers, size, count):
 @pytest.mark.parametrize(("columns", "found"), [(200, True), (10, False)])
 def test_entries_large_only_in_the_sum_need_enough_columns(columns, found):
     g, entries = spikes_in_noise(8, 4000, 20)
-    tx = gcjax.sketch_compress(20 / 4000, columns=columns, key=KEY, axis_name="data")
+    tx = gcjax.contrib.sketch_compress(20 / 4000, columns=columns, key=KEY, axis_name="data")
     runner = Runner(tx, {"a": np.zeros(4000, np.float32)}, 8)
     update = runner.step({"a": g})["a"][0]
     sent = np.flatnonzero(update)
@@ -100,7 +100,7 @@ def test_entries_large_only_in_the_sum_need_enough_columns(columns, found):
 
 def test_sending_resets_momentum_and_sum_on_every_worker():
     # One entry per step. Worker 1 alone would send its second entry; the first one is the largest of the mean.
-    tx = gcjax.sketch_compress(0.25, key=KEY, momentum=0.5, axis_name="data")
+    tx = gcjax.contrib.sketch_compress(0.25, key=KEY, momentum=0.5, axis_name="data")
     runner = Runner(tx, {"a": np.zeros(4, np.float32)}, 2)
     g = {"a": np.array([[8, 4, 0, 0], [4, -6, 0, 1]], np.float32)}
     assert runner.step(g)["a"][0].tolist() == [6, 0, 0, 0]
@@ -113,7 +113,7 @@ def test_sending_resets_momentum_and_sum_on_every_worker():
 def test_padding_between_leaves_is_no_candidate():
     params = {f"x{i}": np.zeros((), np.float32) for i in range(12)}  # a word for each
     g = {name: jnp.float32(1 + i) for i, name in enumerate(params)}
-    tx = gcjax.sketch_compress(0.25, columns=8, candidates=1, key=KEY, momentum=0)
+    tx = gcjax.contrib.sketch_compress(0.25, columns=8, candidates=1, key=KEY, momentum=0)
     _, state = jax.jit(tx.update)(g, tx.init(params))
     assert gcjax.info(state).sent == 3
 
@@ -121,7 +121,7 @@ def test_padding_between_leaves_is_no_candidate():
 @pytest.mark.parametrize("columns", [None, 5000])  # of a block of 4,096
 def test_zeros_are_not_sent(columns):
     g = jnp.where(jnp.arange(50) % 7 == 3, jnp.arange(50.0), 0).at[2].set(-1e-38)  # XLA flushes this to zero
-    tx = gcjax.sketch_compress(1.0, columns=columns, key=KEY)
+    tx = gcjax.contrib.sketch_compress(1.0, columns=columns, key=KEY)
     update, state = jax.jit(tx.update)(g, tx.init(g))
     np.testing.assert_array_equal(update, g.at[2].set(0))
     assert gcjax.info(state).sent == 7
@@ -131,7 +131,7 @@ def test_without_momentum_the_state_is_smaller():
     params = jnp.zeros(1000)
 
     def floats(momentum):
-        state = gcjax.sketch_compress(0.1, key=KEY, momentum=momentum).init(params)
+        state = gcjax.contrib.sketch_compress(0.1, key=KEY, momentum=momentum).init(params)
         return sum(x.size for x in jax.tree.leaves(state) if x.dtype == jnp.float32)
 
     assert floats(0.9) - floats(0) == 4096  # a block
@@ -154,4 +154,4 @@ def test_without_momentum_the_state_is_smaller():
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.sketch_compress(**{"density": 0.1, "key": KEY, **options})
+        gcjax.contrib.sketch_compress(**{"density": 0.1, "key": KEY, **options})

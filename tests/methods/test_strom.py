@@ -16,7 +16,7 @@ def test_sign_code_by_hand():
 
 def test_words_by_hand():
     g = {"a": jnp.array([0.5, 2.0, -1.5]), "b": jnp.array([0.0, -3.0])}  # leaf "b" is the second word
-    (payload,), info = messages(gcjax.strom_compress(1.0, capacity=32, wire="word"), g)
+    (payload,), info = messages(gcjax.contrib.strom_compress(1.0, capacity=32, wire="word"), g)
     assert [hex(w) for w in payload[:4]] == ["0x3", "0x1", "0x80000002", "0x80000021"]
     assert len(payload) == 1 + 32
     assert info.payload_bits == 32 * 4

@@ -7,7 +7,7 @@ from harness import Runner, draws, messages
 from rows.terngrad import KEY
 
 import gcjax
-from gcjax.methods.terngrad import field_bits
+from gcjax.contrib.terngrad import field_bits
 
 BOTH = pytest.mark.parametrize("aggregate", ["sum", "gather"])
 
@@ -34,7 +34,7 @@ def deviations(got, expected, scale):
 @BOTH
 def test_the_mean_of_many_draws_is_the_clipped_gradient(aggregate):
     g, clipped = outlier()
-    got = draws(gcjax.terngrad_compress(aggregate=aggregate, key=KEY), g, 4000)
+    got = draws(gcjax.contrib.terngrad_compress(aggregate=aggregate, key=KEY), g, 4000)
     scale = clipped.max()
     np.testing.assert_allclose(np.unique(np.abs(got)), [0, scale], rtol=1e-6)
     assert deviations(got, clipped, scale).max() < 5
@@ -45,7 +45,7 @@ def test_the_mean_of_many_draws_is_the_clipped_gradient(aggregate):
 @pytest.mark.full
 def test_without_clipping_the_mean_is_the_gradient(aggregate):
     g, _ = outlier()
-    got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)
+    got = draws(gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)
     assert set(np.unique(got)) == {-20.0, 0.0, 20.0}
     assert deviations(got, g, 20).max() < 5
 
@@ -53,7 +53,7 @@ def test_without_clipping_the_mean_is_the_gradient(aggregate):
 @BOTH
 def test_the_variance_is_as_stated(aggregate):
     g = normal(100)
-    got = draws(gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 1000)
+    got = draws(gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 1000)
     scale = np.abs(g).max()
     total = (scale * np.abs(g) - g**2).sum()
     np.testing.assert_allclose(((got - g) ** 2).mean(0).sum(), total, rtol=0.02)
@@ -62,12 +62,12 @@ def test_the_variance_is_as_stated(aggregate):
 @BOTH
 def test_zeros_and_equal_entries_are_sent_exactly(aggregate):
     g = {"zeros": np.zeros(50, np.float32), "equal": np.full(50, -3.0, np.float32), "scalar": np.float32(1e24)}
-    tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY)
+    tx = gcjax.contrib.terngrad_compress(aggregate=aggregate, key=KEY)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.update)(g, tx.init(g))[0], g)
 
 
 def update_of_two(aggregate, first, second):
-    tx = gcjax.terngrad_compress(None, aggregate=aggregate, key=KEY, axis_name="data")
+    tx = gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY, axis_name="data")
     g = np.array([first, second], np.float32)
     runner = Runner(tx, {"x": g[0]}, 2)
     return np.array([runner.step({"x": g})["x"][0] for _ in range(400)])
@@ -91,20 +91,20 @@ def test_a_field_holds_the_sum_of_all_codes(workers, bits):
 @pytest.mark.parametrize("workers", [3, 8])
 def test_extreme_codes_add_up_without_a_carry(workers):
     g = np.array([1.0, -1.0] * 20 + [-1.0] * 5 + [1.0] * 5, np.float32)
-    runner = Runner(gcjax.terngrad_compress(key=KEY, axis_name="data"), {"x": g}, workers)
+    runner = Runner(gcjax.contrib.terngrad_compress(key=KEY, axis_name="data"), {"x": g}, workers)
     np.testing.assert_allclose(runner.step({"x": np.stack([g] * workers)})["x"][0], g, rtol=1e-6)
 
 
 def test_words_of_sum_by_hand():
     g = np.array([3.0, -3.0, 0.0, 3.0] + [0.0] * 12 + [-3.0], np.float32)
-    (words,), _ = messages(gcjax.terngrad_compress(None, key=KEY), g)
+    (words,), _ = messages(gcjax.contrib.terngrad_compress(None, key=KEY), g)
     codes = [2, 0, 1, 2] + [1] * 12 + [0] + [1] * 15  # of a whole mask word
     assert words.tolist() == [[sum(code << 2 * j for j, code in enumerate(codes[k::2]))] for k in (0, 1)]
 
 
 def test_words_of_gather_by_hand():
     g = {"a": np.array([3.0, -3.0, 0.0], np.float32), "b": np.array([0.0, -5.0], np.float32)}
-    (words,), _ = messages(gcjax.terngrad_compress(None, aggregate="gather", key=KEY), g)
+    (words,), _ = messages(gcjax.contrib.terngrad_compress(None, aggregate="gather", key=KEY), g)
     assert words[:2].view(np.float32).tolist() == [3.0, 5.0]
     not_zero, negative = words[2:].reshape(2, 2).tolist()
     assert not_zero == [0b011, 0b10]
@@ -114,7 +114,7 @@ def test_words_of_gather_by_hand():
 @pytest.mark.parametrize(("aggregate", "workers", "bits"), [("sum", 2, 4), ("sum", 8, 8), ("gather", 8, 2)])
 def test_payload_bits_count_entries_and_scales(aggregate, workers, bits):
     g = {"a": np.ones((workers, 45), np.float32), "b": np.ones(workers, np.float32)}
-    tx = gcjax.terngrad_compress(aggregate=aggregate, key=KEY, axis_name="data")
+    tx = gcjax.contrib.terngrad_compress(aggregate=aggregate, key=KEY, axis_name="data")
     runner = Runner(tx, jax.tree.map(lambda x: x[0], g), workers)
     runner.step(g)
     assert gcjax.info(runner.state).payload_bits.tolist() == [46 * bits + 2 * 32] * workers
@@ -133,4 +133,4 @@ def test_payload_bits_count_entries_and_scales(aggregate, workers, bits):
 )
 def test_bad_options_raise(options, error, message):
     with pytest.raises(error, match=message):
-        gcjax.terngrad_compress(**{"key": KEY, **options})
+        gcjax.contrib.terngrad_compress(**{"key": KEY, **options})

@@ -15,6 +15,7 @@ from selection import cases
 
 import gcjax
 from gcjax._sparse import value_codes
+from gcjax._table import METHODS
 
 
 def test_power_of_two_words_by_hand():
@@ -197,7 +198,7 @@ SIZED_BY_DENSITY = {
 @pytest.mark.parametrize("name", SIZED_BY_DENSITY)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_a_traced_density_is_named_with_the_cure(name):
-    method, options = getattr(gcjax, f"{name}_compress"), SIZED_BY_DENSITY[name]
+    method, options = METHODS[name].factory, SIZED_BY_DENSITY[name]
     with pytest.raises(TypeError, match=r"density fixes the size .* cannot be traced.* with static_args='density'"):
         jax.jit(lambda density: method(density=density, **options).init(jnp.zeros(8)))(0.5)
     tx = method(density=jnp.float32(0.5), **options)
@@ -279,7 +280,7 @@ def test_a_pickled_state_continues_to_the_bit():
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("method", [gcjax.strom_compress, gcjax.variance_compress])
+@pytest.mark.parametrize("method", [gcjax.contrib.strom_compress, gcjax.variance_compress])
 def test_a_changing_threshold_and_a_skipped_step_lose_nothing(method):
     tx = optax.inject_hyperparams(method)(threshold=optax.linear_schedule(1.0, 0.25, 4))
     g = jnp.array([0.75, -1.5, 0.25, 3.0])

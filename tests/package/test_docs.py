@@ -15,7 +15,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not {"_build", "generated"} & set(path.parts))
 TEXT = [*PAGES, ROOT / "README.md"]
-MODULES = {"gcjax": gcjax, "gossip": gcjax.gossip, "flax": gcjax.flax, "extend": gcjax.extend}
+MODULES = {
+    "gcjax": gcjax,
+    "contrib": gcjax.contrib,
+    "gossip": gcjax.gossip,
+    "flax": gcjax.flax,
+    "extend": gcjax.extend,
+}
 TOO_LONG = {"measure_costs"}  # takes minutes, and writes a file
 SHOWN_BY = {  # users get them from this function or class, whose doctest shows them
     "CodecState": "dense_codec",
@@ -90,7 +96,7 @@ def test_every_public_name_is_in_the_reference(page):
     assert len(found) == len(objects)
 
 
-@pytest.mark.parametrize("page", ["gcjax", "gossip", "flax"])
+@pytest.mark.parametrize("page", ["gcjax", "contrib", "gossip", "flax"])
 def test_every_function_states_its_arguments(page):
     for name in public_names(MODULES[page]):
         x = getattr(MODULES[page], name)

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(gcjax.__file__).parent
 # A part imports only from parts before it. A part is a module of the package or a sub-package.
 ORDER = [
     *("_version", "_types", "_jax_compat", "_hlo", "_validation"),
-    *("_kernels", "_comm", "_core", "_sparse", "extend", "methods"),
+    *("_kernels", "_comm", "_core", "_sparse", "_dense", "extend", "methods", "contrib", "_table"),
     *("_moments", "_training", "_planner", "gossip", "_export"),
     *("__init__", "flax", "_selfcheck", "__main__"),  # these last three are imported by users only
 ]
@@ -51,9 +51,10 @@ def test_imports_follow_the_order(path):
 
 
 def test_methods_use_what_outsiders_use():
-    for path in (ROOT / "methods").glob("*.py"):
-        if path.name != "__init__.py":
-            assert imported(path) <= OF_METHODS, path
+    for room in ("methods", "contrib"):
+        for path in (ROOT / room).glob("*.py"):
+            if path.name != "__init__.py":
+                assert imported(path) <= OF_METHODS, path
 
 
 def named_collectives(tree):

@@ -3,8 +3,7 @@
 import inspect
 import pathlib
 
-import gcjax
-from gcjax.methods import METHODS
+from gcjax._table import METHODS
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/methods.md"
 BEGIN = "<!-- methods: made by python tests/support/readme_table.py -->\n"
@@ -15,9 +14,9 @@ HEADER = ("transform", "sends", "bytes for N parameters", "keeps a residual", "s
 def table() -> str:
     """The rows of `METHODS` as a Markdown table."""
     rows = [HEADER]
-    for name, method in METHODS.items():
+    for method in METHODS.values():
         call, *others = method.readme.split(" | ")
-        summary = inspect.getdoc(getattr(gcjax, f"{name}_compress")).split("\n")[0]
+        summary = inspect.getdoc(method.factory).split("\n")[0]
         rows.append((call, summary.removeprefix("Sends ").removesuffix("."), *others))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(HEADER))

@@ -57,7 +57,7 @@ class DemoOracle:
 
 def row(name, rare=False, **options):
     def make(axis_name=None, **more):
-        return gcjax.demo_compress(**options, axis_name=axis_name, **more)
+        return gcjax.contrib.demo_compress(**options, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
         return DemoOracle(workers, sizes, **options)
@@ -71,7 +71,7 @@ ROWS = [row("padded", top_k=3, chunk=6, decay=1.0), row("decay", rare=True, top_
 
 # Without DeMo's sign, with which every step is as long as the learning rate: see the last test of training.
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.demo_compress(axis_name=axis_name), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(gcjax.contrib.demo_compress(axis_name=axis_name), optax.scale_by_learning_rate(learning_rate))
 
 
 CHAINS = {"demo_compress": chain}

@@ -23,7 +23,7 @@ def row(name, layer_wise):
     density = 0.05
 
     def make(axis_name=None, **more):
-        return gcjax.drop_compress(
+        return gcjax.contrib.drop_compress(
             density, layer_wise=layer_wise, axis_name=axis_name, **({"transport": "all_gather"} | more)
         )
 
@@ -49,7 +49,7 @@ ROWS = [row("global", False), row("layer_wise", True)]
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.drop_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.drop_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"drop_compress": chain}

@@ -52,7 +52,7 @@ class DrydenOracle:
 def row(name, density, capacity, transport="all_gather", wire="compact", rare=False):
     def make(axis_name=None, **more):
         settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
-        return gcjax.dryden_compress(density, **(settings | more))
+        return gcjax.contrib.dryden_compress(density, **(settings | more))
 
     def make_oracle(workers, sizes):
         return DrydenOracle(workers, sizes, density, capacity, transport)
@@ -80,7 +80,7 @@ ROWS = [
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.dryden_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.dryden_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"dryden_compress": chain}

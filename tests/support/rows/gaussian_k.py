@@ -32,7 +32,7 @@ def paper_rounds(x, threshold, k):
 
 
 def make(axis_name=None, **more):
-    return gcjax.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
+    return gcjax.contrib.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
 
 
 CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32
@@ -46,7 +46,7 @@ ROWS = [Row("gaussian_k", "gaussian_k_compress", make, make_oracle, conserves=Tr
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"gaussian_k_compress": chain}

@@ -31,7 +31,7 @@ def code_mean(leaves, places, words):
 
 def row(name, transport, rare=False):
     def make(axis_name=None, **more):
-        return gcjax.natural_compress(key=KEY, transport=transport, axis_name=axis_name, **more)
+        return gcjax.contrib.natural_compress(key=KEY, transport=transport, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
         return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
@@ -43,7 +43,7 @@ ROWS = [row("natural", "all_gather"), row("natural-owners", "two_phase", rare=Tr
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.natural_compress(key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.natural_compress(key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"natural_compress": chain}

@@ -52,7 +52,9 @@ class RandomKOracle:
 def row(name, density, block=1, feedback=True, rare=False):
     def make(axis_name=None, **more):
         key = jax.random.key(SEED)
-        return gcjax.random_k_compress(density, key=key, block=block, feedback=feedback, axis_name=axis_name, **more)
+        return gcjax.contrib.random_k_compress(
+            density, key=key, block=block, feedback=feedback, axis_name=axis_name, **more
+        )
 
     def make_oracle(workers, sizes):
         return RandomKOracle(workers, sizes, density, block, feedback)
@@ -78,7 +80,7 @@ ROWS = [
 
 def chain(axis_name, learning_rate):
     key = jax.random.key(SEED)
-    return optax.chain(gcjax.random_k_compress(0.25, key=key, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.random_k_compress(0.25, key=key, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"random_k_compress": chain}

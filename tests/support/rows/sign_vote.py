@@ -27,11 +27,11 @@ class VoteOracle:
 
 
 def make_vote(axis_name=None, **more):
-    return gcjax.sign_vote_compress(axis_name=axis_name, **more)
+    return gcjax.contrib.sign_vote_compress(axis_name=axis_name, **more)
 
 
 def make_signum(axis_name=None, **more):
-    return gcjax.signum_compress(0.5, axis_name=axis_name, **more)  # halves are exact in float32
+    return gcjax.contrib.signum_compress(0.5, axis_name=axis_name, **more)  # halves are exact in float32
 
 
 ROWS = [
@@ -41,11 +41,11 @@ ROWS = [
 
 
 def vote_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.sign_vote_compress(axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.sign_vote_compress(axis_name=axis_name), optax.sgd(learning_rate))
 
 
 def signum_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.signum_compress(axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.signum_compress(axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"sign_vote_compress": vote_chain, "signum_compress": signum_chain}

@@ -55,7 +55,7 @@ def row(momentum):
     options = {"density": 0.02, "rows": 3, "columns": 64, "momentum": momentum}
 
     def make(axis_name=None, **more):
-        return gcjax.sketch_compress(**options, key=KEY, axis_name=axis_name, **more)
+        return gcjax.contrib.sketch_compress(**options, key=KEY, axis_name=axis_name, **more)
 
     def make_oracle(workers, sizes):
         return SketchOracle(workers, sizes, **options)
@@ -69,7 +69,9 @@ ROWS = [row(0.0), row(0.5)]
 
 def chain(axis_name, learning_rate):
     key = jax.random.key(0)
-    return optax.chain(gcjax.sketch_compress(0.1, 5, 128, key=key, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(
+        gcjax.contrib.sketch_compress(0.1, 5, 128, key=key, axis_name=axis_name), optax.sgd(learning_rate)
+    )
 
 
 CHAINS = {"sketch_compress": chain}

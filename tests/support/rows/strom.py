@@ -12,7 +12,7 @@ def row(name, capacity, transport="all_gather", wire="compact", bucket_invariant
 
     def make(axis_name=None, **more):
         settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
-        return gcjax.strom_compress(threshold, **(settings | more))
+        return gcjax.contrib.strom_compress(threshold, **(settings | more))
 
     def make_oracle(workers, sizes):
         # The hybrid with a variance test that everything passes.
@@ -41,7 +41,7 @@ ROWS = [
 
 
 def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.strom_compress(8.0, capacity=288, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.strom_compress(8.0, capacity=288, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"strom_compress": chain}

@@ -52,7 +52,7 @@ def code_mean(leaves, places, words):
 def row(name, aggregate, clip, wire, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
         options = {"aggregate": aggregate, "transport": transport, "key": KEY}
-        return gcjax.terngrad_compress(clip, **options, axis_name=axis_name, **more)
+        return gcjax.contrib.terngrad_compress(clip, **options, axis_name=axis_name, **more)
 
     def code_clipped(leaves, places, words):
         return code([clipped_to(clip, x) for x in leaves], places, words)
@@ -75,7 +75,7 @@ ROWS = [
 
 def chain(axis_name, learning_rate):
     """Without clipping, because clipping moves the point where the workers' mean gradient is zero."""
-    return optax.chain(gcjax.terngrad_compress(None, key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
+    return optax.chain(gcjax.contrib.terngrad_compress(None, key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
 
 
 CHAINS = {"terngrad_compress": chain}

@@ -67,7 +67,7 @@ def terngrad_compress(
     leaf, to every other worker ("all_gather") or twice in all ("two_phase"); "auto" moves less than "sum". In two
     phases each leaf is cut into a piece for each worker, its owner, which rounds the mean to 0 or to plus or minus the
     largest of the piece, and adds what that leaves to the next mean. Momentum, weight decay and learning rate come
-    after it, and no clipping is needed before it: `optax.chain(gcjax.terngrad_compress(key=jax.random.key(0)),
+    after it, and no clipping is needed before it: `optax.chain(gcjax.contrib.terngrad_compress(key=jax.random.key(0)),
     optax.sgd(0.1))`. The authors leave out the last layer (`optax.partition`). Where workers disagree, clipping moves
     the point at which the mean gradient is zero; to reach the common optimum use clip=None, at the price of more
     variance.
@@ -88,7 +88,7 @@ def terngrad_compress(
     **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
-    >>> tx = gcjax.terngrad_compress(key=jax.random.key(0))
+    >>> tx = gcjax.contrib.terngrad_compress(key=jax.random.key(0))
     >>> g = jnp.array([2.0, -2.0, 0.0, 1.0])
     >>> first, state = tx.update(g, tx.init(g))
     >>> print(first[:3], first[3] in (0.0, 2.0))

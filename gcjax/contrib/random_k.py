@@ -49,7 +49,7 @@ def random_k_compress(
 
     State: a float32 per parameter with `feedback`, none without. Wire: 32 bits per sent entry. Momentum, weight decay
     and learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.random_k_compress(0.1, key=jax.random.key(0)), optax.sgd(0.01))`.
+    `optax.chain(gcjax.contrib.random_k_compress(0.1, key=jax.random.key(0)), optax.sgd(0.01))`.
 
     Args:
       density: share of the entries to send, in (0, 1].
@@ -68,7 +68,7 @@ def random_k_compress(
     input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
-    >>> tx = gcjax.random_k_compress(density=0.25, key=jax.random.key(0), block=8)
+    >>> tx = gcjax.contrib.random_k_compress(density=0.25, key=jax.random.key(0), block=8)
     >>> g = jnp.ones(32)
     >>> first, state = tx.update(g, tx.init(g))
     >>> print(first.reshape(4, 8)[:, 0])

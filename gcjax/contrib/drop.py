@@ -52,7 +52,8 @@ def drop_compress(
     `gcjax.top_k_compress` sends exactly the wanted number.
 
     State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
-    learning rate come after it, clipping may come before it: `optax.chain(gcjax.drop_compress(0.01), optax.sgd(0.1))`.
+    learning rate come after it, clipping may come before it:
+    `optax.chain(gcjax.contrib.drop_compress(0.01), optax.sgd(0.1))`.
     At low densities entries wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects
     for it.
 
@@ -73,7 +74,7 @@ def drop_compress(
     **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.drop_compress(density=0.25)
+    >>> tx = gcjax.contrib.drop_compress(density=0.25)
     >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(g, state)  # the third entry has accumulated 4

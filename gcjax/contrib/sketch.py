@@ -80,7 +80,7 @@ def sketch_compress(
     the number of workers. Wire: 32 (rows * columns + candidates * k) bits in two all-reduces; by default 54 words per
     sent entry, which pays at densities well below 1/54. State: two float32 and a bit per parameter, or one float32 and
     a bit with `momentum=0`. Momentum is inside; weight decay and clipping come before it, the learning rate comes after
-    it: `optax.chain(gcjax.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
+    it: `optax.chain(gcjax.contrib.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
       density: share of the entries to send, in (0, 1]; static.
@@ -101,7 +101,7 @@ def sketch_compress(
     every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
-    >>> tx = gcjax.sketch_compress(density=0.5, key=jax.random.key(0))
+    >>> tx = gcjax.contrib.sketch_compress(density=0.5, key=jax.random.key(0))
     >>> g = jnp.array([3.0, -1.0, 2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(g, state)  # u = 1.9 g and v = 2.9 g for the entries not sent before

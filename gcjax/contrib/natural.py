@@ -45,7 +45,7 @@ def natural_compress(
     number of workers is known (`gcjax.distribute`). Wire: 9 bits per parameter, to every other worker ("all_gather")
     or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker, its owner, which rounds
     the mean to the nearest power of two and adds what that leaves to the next mean. Momentum, weight decay and learning
-    rate come after it, clipping may come before it: `optax.chain(gcjax.natural_compress(key=jax.random.key(0)),
+    rate come after it, clipping may come before it: `optax.chain(gcjax.contrib.natural_compress(key=jax.random.key(0)),
     optax.sgd(0.1))`.
 
     Args:
@@ -62,7 +62,7 @@ def natural_compress(
     **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
-    >>> tx = gcjax.natural_compress(key=jax.random.key(0))
+    >>> tx = gcjax.contrib.natural_compress(key=jax.random.key(0))
     >>> g = jnp.array([4.0, -0.25, 0.0, 3.0])
     >>> first, state = tx.update(g, tx.init(g))
     >>> print(first[:3], first[3] in (2.0, 4.0))

@@ -55,7 +55,7 @@ def strom_compress(
     and the update is the mean over workers of tau * sign(r) where sent, zero elsewhere. An entry sends
     at most one threshold per step: where gradients are much larger, the residual grows without bound. Choose tau by the
     magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
-    comes after it: `optax.chain(gcjax.strom_compress(0.01), optax.sgd(0.1))`.
+    comes after it: `optax.chain(gcjax.contrib.strom_compress(0.01), optax.sgd(0.1))`.
 
     State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
     13 at 1/1000.
@@ -73,7 +73,7 @@ def strom_compress(
     workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.strom_compress(threshold=0.5)
+    >>> tx = gcjax.contrib.strom_compress(threshold=0.5)
     >>> g = jnp.array([0.75, -0.25])
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(g, state)  # the residuals are 1.0 and -0.5

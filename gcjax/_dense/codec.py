@@ -1,7 +1,7 @@
 """The lift for methods that send a code of every entry, with error feedback: what was not sent joins the next gradient.
 
 Payloads of such methods do not add up. Each is decoded, and the results are averaged: by every worker, which gathers
-all of them, or by owners in two phases (`gcjax._core.two_phase_codec`).
+all of them, or by owners in two phases (`gcjax._dense.parts`).
 """
 
 import dataclasses
@@ -14,15 +14,8 @@ import jax.numpy as jnp
 from gcjax._comm.comm import Comm
 from gcjax._core.compressor import Compressor, Leaves, dense_report
 from gcjax._core.mixing import Mixing
-from gcjax._core.two_phase_codec import (
-    OwnerState,
-    add_decoded,
-    cut,
-    goes_through_owners,
-    parameters_of,
-    part_of,
-    uncut,
-)
+from gcjax._core.owned import Owned
+from gcjax._dense.parts import add_decoded, cut, goes_through_owners, parameters_of, part_of, pieces_for, uncut
 from gcjax._kernels.bits import unpack_mask
 from gcjax._kernels.buckets import Bucket
 from gcjax._kernels.hashing import step_key
@@ -43,19 +36,19 @@ class CodecState:
         float32[1], zero.
       step: int32, updates done.
       bucket: where the leaves lie. Static.
-      owner: what this worker keeps as an owner; None for a method that has no owners.
+      owned: what this worker keeps as an owner; None for a method that has no owners.
     """
 
     error: Array
     step: Array
     bucket: Bucket = dataclasses.field(metadata={"static": True})
-    owner: OwnerState | None = None
+    owned: Owned | None = None
 
     @property
     def residual(self) -> Array:
         """float32 of the bucket's shape, what this worker has taken in and not yet sent."""
         own = jnp.broadcast_to(self.error, self.bucket.shape)
-        return own if self.owner is None else own + self.owner.residual()
+        return own if self.owned is None else own + self.owned.residual()
 
     @property
     def has_feedback(self) -> bool:
@@ -63,11 +56,11 @@ class CodecState:
 
     def mixed(self, mixing: Mixing) -> "CodecState":
         """See `gcjax._core.mixing`. Where the method has no feedback, what no owner holds any more is lost."""
-        error, owner = mixing.means(self.error), self.owner
-        if owner is not None:
-            owner, left = owner.mixed(mixing)
+        error, owned = mixing.means(self.error), self.owned
+        if owned is not None:
+            owned, left = owned.mixed(mixing)
             error = error + left if error.shape[1:] == self.bucket.shape else error
-        return CodecState(error, mixing.equal(self.step), self.bucket, owner)
+        return CodecState(error, mixing.equal(self.step), self.bucket, owned)
 
 
 def dense_codec(
@@ -119,7 +112,7 @@ def dense_codec(
 
     def init(bucket):
         error = jnp.zeros(bucket.shape if feedback else 1)
-        return CodecState(error, jnp.int32(0), bucket, OwnerState.create(bucket, transport))
+        return CodecState(error, jnp.int32(0), bucket, Owned.create(bucket, pieces_for(transport)))
 
     def update(gradient, sum_grad_squared, state, comm, all_finite):
         del sum_grad_squared
@@ -131,10 +124,9 @@ def dense_codec(
             x = jax.ShapeDtypeStruct(part.shape, jnp.float32)
             return jax.eval_shape(lambda x, key: encode(x, part, key)[0], x, own_key).size
 
-        owner = state.owner
-        if owner is not None and owner.owed.value is not None and goes_through_owners(transport, comm, words_of):
-            owed = owner.owed.value
-            mean, new, bits = codec.in_two_phases(gradient, state, owner, owed, comm, all_finite, own_key)
+        owned = state.owned
+        if owned is not None and owned.owed is not None and goes_through_owners(transport, comm, words_of):
+            mean, new, bits = codec.in_two_phases(gradient, state, owned, owned.owed, comm, all_finite, own_key)
         else:
             mean, new, bits = codec.by_gather(gradient, state, comm, all_finite, own_key)
         new = dataclasses.replace(new, step=state.step + all_finite)
@@ -194,7 +186,7 @@ class _Codec(NamedTuple):
         self,
         gradient: Leaves,
         state: CodecState,
-        owner: OwnerState,
+        owned: Owned,
         owed: Array,
         comm: Comm,
         all_finite: Array,
@@ -224,7 +216,7 @@ class _Codec(NamedTuple):
         if self.feedback:
             left = jnp.where(all_finite, parts - jax.vmap(decode)(payloads), parts)
             state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)))
-        state = dataclasses.replace(state, owner=owner.after(total - decode(own), rank, all_finite))
+        state = dataclasses.replace(state, owned=owned.after(total - decode(own), rank, all_finite))
         return mean, state, jnp.sum(bits) + jnp.float32(own_bits)
 
 

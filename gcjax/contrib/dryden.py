@@ -77,7 +77,7 @@ def dryden_compress(
 
     State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
     and 64 per leaf. Momentum, weight decay and
-    learning rate come after it: `optax.chain(gcjax.dryden_compress(0.01), optax.sgd(0.1))`.
+    learning rate come after it: `optax.chain(gcjax.contrib.dryden_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
@@ -93,7 +93,7 @@ def dryden_compress(
     update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.dryden_compress(density=0.5)
+    >>> tx = gcjax.contrib.dryden_compress(density=0.5)
     >>> g = jnp.array([1.0, 5.0, 3.0, 2.0, -6.0])
     >>> first, state = tx.update(g, tx.init(g))  # 5 and 3 are sent as 4; -6 is alone in its class
     >>> second, state = tx.update(jnp.zeros(5), state)  # the residual is 1, 1, -1, 2, 0

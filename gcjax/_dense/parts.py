@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from gcjax._comm.comm import Comm
-from gcjax._core.mixing import Mixing
-from gcjax._core.owned import Owned
 from gcjax._jax_compat import vary_like
 from gcjax._kernels.buckets import Bucket, bucket_of
 from gcjax._types import Array
@@ -100,54 +98,26 @@ def add_decoded(total: Array, payloads: Array, decode: Callable[[Array], Array])
     return lax.platform_dependent(tpu=in_turn, default=in_one_pass)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OwnerState:
-    """What an owner keeps from one step to the next.
+class Pieces:
+    """The `Sharing` of a bucket in parts of pieces.
 
     Attributes:
-      owed: float32 of the part's shape, what of the means the workers have not yet seen, with any values where it holds
-        no parameter; float32[1], zero, where "auto" always gathers.
-      rank: int32, this worker's number in the last step.
+      fewest: workers from which on there are owners.
     """
 
-    owed: Owned
-    rank: Array
+    fewest: int = 2
 
-    @classmethod
-    def create(cls, bucket: Bucket, transport: str) -> "OwnerState":
-        """The state of one worker before the first step."""
-        shape_for = {"all_gather": None, "two_phase": _part_shape, "auto": _part_shape_from_three}[transport]
-        return cls(Owned.create(bucket, shape_for), jnp.int32(0))
+    def shape(self, bucket: Bucket, workers: int) -> tuple[int, ...] | None:
+        return part_of(bucket, workers).shape if workers >= self.fewest else None
 
-    def residual(self) -> Array:
-        """float32 of the bucket's shape: what this worker owes, times the number of workers."""
-        bucket, workers = self.owed.bucket, self.owed.workers
-        if self.owed.value is None:
-            return jnp.zeros(bucket.shape)
-        own = jnp.broadcast_to(workers * self.owed.value, part_of(bucket, workers).shape)
-        is_own = jnp.arange(workers)[:, None, None, None] == self.rank
-        return bucket.join(uncut(jnp.where(is_own, own, 0), bucket))
+    def deal(self, x: Array, bucket: Bucket, workers: int) -> Array:
+        return cut(bucket.split(x), bucket, workers)
 
-    def mixed(self, mixing: Mixing) -> tuple["OwnerState", Array]:
-        """The new workers' state, in which what is owed is dealt anew; and of that what no owner holds any more."""
-        owed = jnp.mean(jax.vmap(OwnerState.residual)(self), axis=0)
-        bucket, new = self.owed.bucket, Owned.create(self.owed.bucket, self.owed.shape_for, mixing.new)
-        if new.value is None or new.value.ndim == 1:  # nobody, or "auto" among so few, owes anything
-            value = None if new.value is None else jnp.zeros((mixing.new, *new.value.shape))
-            return OwnerState(dataclasses.replace(new, value=value), mixing.ranks()), owed
-        value = cut(bucket.split(owed), bucket, mixing.new)
-        return OwnerState(new.with_value(value), mixing.ranks()), jnp.zeros_like(owed)
-
-    def after(self, owed: Array, rank: Array, all_finite: Array) -> "OwnerState":
-        """The state after a step; this one if the step is skipped."""
-        new = OwnerState(self.owed.with_value(owed), rank)
-        return jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), new, self)
+    def collect(self, parts: Array, bucket: Bucket) -> Array:
+        return bucket.join(uncut(parts, bucket))
 
 
-def _part_shape(bucket: Bucket, workers: int) -> tuple[int, ...]:
-    return part_of(bucket, workers).shape
-
-
-def _part_shape_from_three(bucket: Bucket, workers: int) -> tuple[int, ...]:
-    return _part_shape(bucket, workers) if workers > 2 else (1,)
+def pieces_for(transport: str) -> Pieces | None:
+    """How a transport shares out a bucket; None for "all_gather". "auto" has owners from three workers on."""
+    return {"all_gather": None, "two_phase": Pieces(), "auto": Pieces(fewest=3)}[transport]

@@ -51,10 +51,10 @@ def gaussian_k_compress(
     It needs no sort and no sample, but the number sent follows the density only while the entries are near normal. In
     practice tails are heavier, especially with error feedback, and the three rounds are coarse: expect 0.3 to 3 times
     k, and 6 times for some distributions. The mean must be small relative to the standard deviation; if it is far below
-    zero, everything passes. `gcjax.drop_compress` fits any distribution.
+    zero, everything passes. `gcjax.contrib.drop_compress` fits any distribution.
 
     State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
-    learning rate come after it, clipping may come before it: `optax.chain(gcjax.gaussian_k_compress(0.01),
+    learning rate come after it, clipping may come before it: `optax.chain(gcjax.contrib.gaussian_k_compress(0.01),
     optax.sgd(0.1))`.
 
     Args:
@@ -71,7 +71,7 @@ def gaussian_k_compress(
     workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.gaussian_k_compress(density=0.25)
+    >>> tx = gcjax.contrib.gaussian_k_compress(density=0.25)
     >>> g = jnp.array([3.0, -1.0, -2.0, 0.5])
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(g, state)  # the third entry has accumulated -4

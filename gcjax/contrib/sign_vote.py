@@ -69,7 +69,8 @@ def sign_vote_compress(
     State: none. Wire: 1 bit per parameter each way, for any number of workers. Every entry moves by exactly the
     learning rate, which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) used 5e-5 for images
     and 1e-5 for language, and 0.1 and 1.25 for SGD. Learning rate and weight decay come after it:
-    `optax.chain(gcjax.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping has no effect.
+    `optax.chain(gcjax.contrib.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping
+    has no effect.
 
     Args:
       axis_name, inner_axis_name: as in `gcjax.compress`.
@@ -80,7 +81,7 @@ def sign_vote_compress(
     the others agree. **Non-finite input**: the update is NaN on all workers.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.sign_vote_compress()
+    >>> tx = gcjax.contrib.sign_vote_compress()
     >>> updates, _ = tx.update(jnp.array([3.0, -0.1, 0.0]), tx.init(jnp.zeros(3)))
     >>> print(updates)
     [ 1. -1.  1.]
@@ -107,9 +108,9 @@ def signum_compress(
         update = sign(sum over workers of sign(m))
 
     State: a float32 per parameter. Wire: 1 bit per parameter each way, for any number of workers. Zeros, ties and the
-    small learning rate are as in `gcjax.sign_vote_compress`, which is the same as a momentum of 0. The momentum comes
-    before the vote, so use none after it: `optax.chain(gcjax.signum_compress(0.9), optax.add_decayed_weights(1e-4),
-    optax.sgd(1e-4))`.
+    small learning rate are as in `gcjax.contrib.sign_vote_compress`, which is the same as a momentum of 0. The momentum
+    comes before the vote, so use none after it: `optax.chain(gcjax.contrib.signum_compress(0.9),
+    optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
 
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
@@ -118,11 +119,11 @@ def signum_compress(
     Raises:
       ValueError: for a momentum out of range.
 
-    **Randomness**: none. **Bias**: as `gcjax.sign_vote_compress`. **Non-finite input**: the update is NaN on all
-    workers and every worker's momentum stays as it was.
+    **Randomness**: none. **Bias**: as `gcjax.contrib.sign_vote_compress`. **Non-finite input**: the update is NaN on
+    all workers and every worker's momentum stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.signum_compress(momentum=0.5)
+    >>> tx = gcjax.contrib.signum_compress(momentum=0.5)
     >>> first, state = tx.update(jnp.array([4.0, -4.0]), tx.init(jnp.zeros(2)))  # m: 2, -2
     >>> second, state = tx.update(jnp.array([-1.0, 3.0]), state)  # m: 0.5, 0.5
     >>> print(first, second)

@@ -75,8 +75,8 @@ def demo_compress(
     and the update is the inverse DCT of the mean of q over the workers. DCT is the orthonormal discrete
     cosine transform, type II. A matrix is divided into chunks of 64 x 64 and transformed along both axes, a vector into
     chunks of 64. DeMo takes the sign of the update, and no momentum besides D. Weight decay and learning
-    rate come after that: `optax.chain(gcjax.demo_compress(), optax.scale_by_sign(), optax.add_decayed_weights(0.1),
-    optax.scale_by_learning_rate(1e-3))`. Clipping may come before it.
+    rate come after that: `optax.chain(gcjax.contrib.demo_compress(), optax.scale_by_sign(),
+    optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`. Clipping may come before it.
 
     State: a float32 per parameter. Wire: 48 bits per coefficient. Their number is fixed: with the defaults 1/128 of the
     parameters in matrices, but half of those in vectors and in matrices with a short axis. A step has two transforms
@@ -98,7 +98,7 @@ def demo_compress(
     update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.demo_compress(top_k=1, decay=1.0)
+    >>> tx = gcjax.contrib.demo_compress(top_k=1, decay=1.0)
     >>> g = jnp.array([3.0, 1.0])  # coefficients: sum and difference, 4 and 2, over sqrt(2)
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(jnp.zeros(2), state)
