@@ -24,7 +24,7 @@ test: $(VENV)/ready
 
 # For another series of JAX: the parts that know most of JAX, and one row of each method.
 test-short: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not accelerators and not other_row" \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not accelerators and not long" \
 		tests/moments tests/training tests/clients tests/gossip tests/package/test_hlo.py tests/laws/test_laws.py
 
 # Every law on every row and number of workers, in shard_map and pmap. With GCJAX_TEST_OPTIMISED=1 in front, these

@@ -1,6 +1,5 @@
 """Eight virtual CPU devices for every test, set before JAX starts; generated inputs fixed in continuous integration."""
 
-import collections
 import gc
 import itertools
 import os
@@ -60,25 +59,11 @@ def pytest_configure(config):
     config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the tests marked `full`
 def pytest_collection_modifyitems(items):
-    """Mark as `full` what `sample(n)` leaves out: all but n cases of a test, spread evenly over them.
-
-    The tests of a file run in one process, which compiles once what they share, unless they name another group.
-    """
-    cases = collections.defaultdict(list)
+    """The tests of a file run in one process, which compiles once what they share, unless they name another group."""
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if item.get_closest_marker("sample"):
-            cases[item.nodeid.split("[")[0]].append(item)
-    for found in cases.values():
-        found = [item for item in found if not item.get_closest_marker("full")]
-        (count,) = found[0].get_closest_marker("sample").args
-        kept = {round(i * (len(found) - 1) / max(count - 1, 1)) for i in range(count)}
-        for number, item in enumerate(found):
-            if number not in kept:
-                item.add_marker("full")
 
 
 def pytest_terminal_summary(terminalreporter):

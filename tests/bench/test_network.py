@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from selection import cases
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "bench.network"]
@@ -116,8 +117,7 @@ def test_quick_run_counts_the_reported_bytes_and_cleans_up(start, tmp_path):
         assert entry.keys() >= {"hosts", "parameters", "malloc", "row", "ms", "ms_min"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.sample(1)
+@cases("number", [signal.SIGINT, signal.SIGTERM], default=1)
 def test_interrupted_run_cleans_up(number, start):
     process = start("--quick")
     wait_until_it_measures(process)

@@ -12,6 +12,7 @@ from flax.training import train_state
 from harness import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 import gcjax.flax
@@ -124,8 +125,7 @@ def nnx_step(model, optimizer, batch):
     return jax.lax.pmean(loss, "data")
 
 
-@pytest.mark.parametrize("transport", [pytest.param("all_gather", marks=pytest.mark.full), "two_phase"])
-@pytest.mark.sample(1)
+@cases("transport", ["two_phase", "all_gather"], default=1)
 def test_nnx_shard_map_trains_module_and_optimizer(transport):
     mesh = mesh_of(WORKERS)
     model, optimizer = sharded_optimizer(mesh, transport)

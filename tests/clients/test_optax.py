@@ -15,6 +15,7 @@ from harness import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
+from selection import cases
 
 import gcjax
 
@@ -180,15 +181,14 @@ def test_the_pages_name_exactly_the_exceptions():
 
 
 OWN_STATE_IN_16_BITS = "scale_by_distance_over_gradients"  # changes its dtype without gcjax, too
-BFLOAT16 = [
-    pytest.param(name, "bfloat16", marks=() if name in ("adam", "muon") else pytest.mark.full)
-    for name in HERE
-    if name != OWN_STATE_IN_16_BITS
-]
+BFLOAT16 = [(name, "bfloat16") for name in HERE if name != OWN_STATE_IN_16_BITS]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, "float32") for name in HERE] + BFLOAT16)
-@pytest.mark.sample(12)
+@cases(
+    ("name", "dtype"),
+    [(name, "float32") for name in HERE] + BFLOAT16,
+    default=(lambda name, dtype: dtype == "float32" or name in ("adam", "muon"), 12),
+)
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_every_transform_takes_the_compressed_gradient(name, dtype):
     """Traced only: a step gives parameters and state of the types that it took, equal on all workers."""
@@ -227,7 +227,7 @@ CHAINS = {
 RARE = ("inject_hyperparams around", "schedule_free around", "muon", "reduce_on_plateau")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE)) for n in CHAINS])
+@cases("name", CHAINS, default=lambda name: name not in RARE)
 def test_a_chain_trains(name):
     losses, params, state = trained(CHAINS[name](COMPRESSOR))
     assert losses[-1] < 0.9 * losses[0], losses
@@ -288,7 +288,7 @@ if of_optax("monitor"):
 RARE_OUTSIDE = ("apply_if_finite", "flatten", "clip")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE_OUTSIDE)) for n in OUTSIDE])
+@cases("name", OUTSIDE, default=lambda name: name not in RARE_OUTSIDE)
 def test_optimizers_outside_of_the_compression_train(name):
     optimizer, extras = OUTSIDE[name]
     value_and_grad = gcjax.compressed_value_and_grad(loss_fn, COMPRESSOR, mesh_of(WORKERS))

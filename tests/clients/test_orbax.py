@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
+from selection import cases
 
 import gcjax
 
@@ -54,7 +55,7 @@ def pytree(folder, state, target):
     ],
     ids=["two_phase to all_gather", "all_gather to two_phase", "two_phase to auto"],
 )
-@pytest.mark.parametrize("checkpointer", [standard, pytest.param(pytree, marks=pytest.mark.full)])
+@cases("checkpointer", [standard, pytree], default=1)
 def test_a_checkpoint_of_other_options_is_refused(saved, restored, message, checkpointer, tmp_path):
     step = make_step(**restored)
     state = checkpointer(tmp_path, trained(make_step(**saved)), step.init(jnp.ones((50, 20))))

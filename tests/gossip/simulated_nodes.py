@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import gcjax
 from gcjax import gossip
@@ -17,7 +16,6 @@ KEY = jax.random.key(5)
 LINK = gcjax.Link(1e6, 1e-3, efficiency=1.0)
 NODES, SAMPLES, SIZE = 6, 12, 3
 RATE, MOMENTUM = 0.05, 0.5
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
 def least_squares(nodes=NODES, seed=0):

@@ -10,12 +10,12 @@ import pytest
 from gossip_workers import KEY, Workers, assert_same, dyadic, least_squares, trace_update
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 from gcjax import gossip
 from gcjax._core.per_worker import PerWorker
 
-FULL = pytest.mark.full
 METHODS = {
     "d_psgd ring": lambda: gossip.d_psgd("ring", axis_name="data"),
     "swarm 8 bits": lambda: gossip.swarm_average(2, 8, key=KEY, axis_name="data"),
@@ -29,8 +29,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[FULL] if i > 1 else []) for i, name in enumerate(METHODS)])
-@pytest.mark.sample(1)
+@cases("name", METHODS, default=1)
 def test_workers_agree_on_the_solution_of_all_data(name):
     x, y, solution = least_squares()
     tx = optax.chain(optax.sgd(lambda count: 0.1 / (1 + count / 20)), METHODS[name]())
@@ -90,7 +89,7 @@ def test_models_have_the_same_bits_under_x64(name):
         jax.tree.map(np.testing.assert_array_equal, two_steps(), usual)
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.parametrize("name", EVERY_UPDATE)
 def test_mesh_of_one_worker_keeps_its_update(name):
     run = Workers(EVERY_UPDATE[name]("data"), 1)

@@ -21,6 +21,7 @@ from gossip_workers import (
     totals,
 )
 from harness import mesh_of, residuals
+from selection import cases
 
 import gcjax
 from gcjax import gossip
@@ -42,9 +43,7 @@ def test_all_models_are_averaged_in_every_third_update():
     np.testing.assert_array_equal(run.info().bits, 2 * 32 * np.full(4, -(-6 * BUCKET // 4)))
 
 
-@pytest.mark.parametrize(
-    "compressor", [None, pytest.param(gcjax.top_k_compress(1.0, axis_name="data"), marks=pytest.mark.full)]
-)
+@cases("compressor", [None, gcjax.top_k_compress(1.0, axis_name="data")], default=1)
 def test_outer_step_is_nesterov_on_the_mean_change(compressor):
     run = Workers(gossip.local_sgd(2, outer=DILOCO, compressor=compressor, axis_name="data"), 4)
     anchor = {k: np.zeros(shape) for k, shape in SHAPES.items()}

@@ -4,6 +4,7 @@ import optax
 import pytest
 from optimum import STEPS, decaying, distance_after_training
 from rows import chains
+from selection import cases
 
 import gcjax
 
@@ -16,14 +17,15 @@ STALLS = {"sign_vote_compress", "signum_compress"}
 LONGER = {"terngrad_compress": 16}
 
 
-# Entries, a ladder of them, signs, levels, low rank, momentum inside; the others with the marker `full`.
+# Entries, a ladder of them, signs, levels, low rank, momentum inside.
 USUAL = {f"{name}_compress" for name in ("top_k", "variance", "ef_sign", "qsgd", "power_sgd", "dgc")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in sorted(chains())]
+@cases(
+    "name",
+    sorted(chains()),
+    default=(lambda name: name in USUAL, 2),
 )
-@pytest.mark.sample(2)
 def test_the_recommended_chain_reaches_the_common_optimum(name):
     distance = distance_after_training(chains()[name]("data", decaying), STEPS * LONGER.get(name, 1))
     if name in STALLS:

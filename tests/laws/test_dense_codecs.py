@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Runner, compress_state, residuals, shared_draws
+from selection import cases
 
 import gcjax
 from gcjax._comm.simulated import ring_bytes, transfers_of
@@ -29,8 +30,7 @@ EACH = pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
 SIZES = (36000, 8192, 300, 1)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.sample(2)
+@cases("workers", [1, 2, 3, 8], default=2)
 def test_every_part_has_its_pieces_of_the_leaves(workers):
     leaves = [np.arange(1, n + 1, dtype=np.float32).reshape(-1, 100 if n % 100 == 0 else 1) for n in SIZES]
     (bucket,) = layout_of(leaves).buckets
@@ -67,18 +67,17 @@ def test_two_phases_move_two_messages_for_any_number_of_workers(make):
         assert moved(make, [n], workers, "two_phase") == pytest.approx(two, rel=0.02)
 
 
-@EACH
-@pytest.mark.parametrize(
-    ("sizes", "workers", "expected"),
-    [
-        ([1 << 16], 2, "all_gather"),
-        ([1 << 16], 3, "two_phase"),
-        ([1 << 16], 8, "two_phase"),
-        ([1 << 16, 300], 8, "two_phase"),
-    ],
-)
-@pytest.mark.sample(10)
-def test_auto_takes_the_transport_that_moves_less(make, sizes, workers, expected):
+SAVES = [
+    ([1 << 16], 2, "all_gather"),
+    ([1 << 16], 3, "two_phase"),
+    ([1 << 16], 8, "two_phase"),
+    ([1 << 16, 300], 8, "two_phase"),
+]
+
+
+@cases(("name", "sizes", "workers", "expected"), [(name, *case) for case in SAVES for name in METHODS], default=10)
+def test_auto_takes_the_transport_that_moves_less(name, sizes, workers, expected):
+    make = METHODS[name]
     assert transfers(make, sizes, workers, "auto") == transfers(make, sizes, workers, expected)
     of = {transport: moved(make, sizes, workers, transport) for transport in ("all_gather", "two_phase")}
     assert of[expected] == min(of.values())
@@ -123,9 +122,7 @@ def test_an_unknown_transport_is_named(make):
         make(transport="ring")
 
 
-@pytest.mark.parametrize(
-    "name", ["qsgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("qsgd, 1 bit", "natural", "terngrad"))]
-)
+@cases("name", ["qsgd", "qsgd, 1 bit", "natural", "terngrad"], default=1)
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.
     g = np.random.default_rng(0).normal(size=(3, 65)).astype(np.float32)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from harness import Runner, residuals
 from rows import methods
+from selection import cases
 
 import gcjax
 
@@ -56,8 +56,7 @@ class Case:
         return {name: jnp.asarray(g, self.params[name].dtype) for name, g in gradient.items()}, squares
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("seed", range(CASES))
+@cases("seed", range(CASES), default=6)
 def test_laws_hold_on_what_is_drawn(seed):
     case = Case(seed)
     if not sum(x.size for x in case.params.values()):

@@ -9,8 +9,9 @@ import pytest
 from harness import Runner, residuals, sample_gradients
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from row_steps import PARAMS, check_conservation, inputs
 from rows import SIZES, methods
-from test_laws import PARAMS, check_conservation, inputs
+from selection import cases
 from wire import along
 
 import gcjax
@@ -44,7 +45,13 @@ PAIRS += [
     ("fast, slow, fast", "onebit"),
     ("2x4", "ef_sign-owners"),
 ]
-CASES = [pytest.param(*pair, marks=pytest.mark.full if pair[1] in RARE else ()) for pair in PAIRS]
+
+
+def _common(mesh_name, row_name):
+    return row_name not in RARE
+
+
+NAMES = ("mesh_name", "row_name")
 
 
 class Nested:
@@ -106,8 +113,7 @@ def inner_means(steps, workers):
     return [(jax.tree.map(mean, g), jax.tree.map(lambda x: mean(x) / size, s)) for g, s in steps]
 
 
-@pytest.mark.parametrize(("mesh_name", "row_name"), CASES)
-@pytest.mark.sample(3)
+@cases(NAMES, PAIRS, default=(_common, 3))
 def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name):
     run, row = nested(mesh_name, row_name), ROWS[row_name]
     everywhere, once, infos, _ = run.run(steps_of(8))
@@ -125,15 +131,14 @@ def test_the_update_is_that_of_workers_fed_with_inner_means(mesh_name, row_name)
         assert info.wire_ratio * info.wire_bytes * run.stripes == pytest.approx(dense_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("mesh_name", "row_name"), [case for case in CASES if ROWS[case.values[1]].conserves])
-@pytest.mark.sample(2)
+@cases(NAMES, [pair for pair in PAIRS if ROWS[pair[1]].conserves], default=(_common, 2))
 def test_nothing_is_lost(mesh_name, row_name):
     run = nested(mesh_name, row_name)
     updates, _, _, state = run.run(steps_of(8))
     check_conservation(sample_gradients(8, SIZES, STEPS)[0], updates, residuals(state, run.workers, SIZES))
 
 
-@pytest.mark.parametrize(("mesh_name", "row_name"), CASES)
+@cases(NAMES, PAIRS, default=_common)
 def test_inner_workers_share_what_moves_along_the_slow_axis(mesh_name, row_name):
     run, row = nested(mesh_name, row_name), ROWS[row_name]
     infos = run.run(steps_of(8))[2]

@@ -1,79 +1,35 @@
-"""The laws, for every row of the table of methods.
+"""The laws, for every row of the table of methods, and for the method of docs/extend.md.
 
-By default each on a representative setting: 8 workers in shard_map, one compiled step for most laws. Those that compile
-more are asked of the first row of each public name, the costliest of one for each kind of exchange. The marker `full`
-has the rest of the matrix.
+Most look at one compiled step of 8 workers in shard_map. Those that compile more run by default on the first row of
+each public name, and the costliest on one row for each kind of exchange.
 """
 
 import collections
 import functools
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import own_method
 import pytest
-from harness import Runner, axes_of, compress_state, limited_buckets, residuals, sample_gradients, stacked
-from rows import SHAPES, SIZES, methods
+from harness import Runner, compress_state, limited_buckets, residuals, sample_gradients
+from row_steps import PARAMS, check_conservation, inputs, ran, run, runner_of
+from rows import SHAPES, SIZES, group_of, is_first, methods, name_of, of_each_kind, usual
+from selection import cases
 
 import gcjax
 from gcjax._hlo import collectives
 
-STEPS = 6
-METHODS = methods()
-
-
-def marks(row, rare=False):
-    """All tests of a row run in one process, which compiles its steps once."""
-    left_out = [pytest.mark.full] * (rare or row.rare) + [pytest.mark.other_row] * (row not in FIRST_ROWS)
-    return [pytest.mark.xdist_group(row.name), *left_out]
-
-
-def each(rows, rare=lambda row: False):
-    return pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks(row, rare(row))) for row in rows])
-
-
-FIRST_ROWS = list({row.public: row for row in reversed(METHODS)}.values())
-# A ladder, a fixed size, a gather of codes, sums, swaps.
-KINDS = {"variance-paper", "top_k-0.05", "qsgd-4", "power_sgd-rank2", "onebit", "variance-owners"}
-EVERY_ROW = each(METHODS)
-EVERY_METHOD = each(METHODS, rare=lambda row: row not in FIRST_ROWS)
-EVERY_KIND = each(METHODS, rare=lambda row: row.name not in KINDS)
-PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-full = functools.partial(pytest.param, marks=pytest.mark.full)
+METHODS = [*methods(), own_method.ROW]
+LAWS = functools.partial(cases, short=lambda row, *others: is_first(row), ids=name_of, marks=group_of)
+EVERY_ROW = LAWS("row", METHODS, default=usual)
+EVERY_METHOD = LAWS("row", METHODS, default=is_first)
 
 
 def _is_gradient_sized(collective):
     return collective.kind == "all-reduce" and collective.elements >= sum(SIZES) / 2
-
-
-@functools.cache
-def _compiled(row, workers, mode):
-    return Runner(row.make(axes_of(mode)), PARAMS, workers, mode)
-
-
-def runner_of(row, workers=8, mode="shard_map"):
-    """A runner with fresh state; the compiled step is shared by all laws."""
-    return _compiled(row, workers, mode).restart()
-
-
-def inputs(per_worker):
-    """One list of flat leaves per worker -> the tree that the step takes, leaves (workers, *shape)."""
-    return {name: x.reshape(-1, *SHAPES[name]) for name, x in stacked(per_worker).items()}
-
-
-def run(row, workers=8, mode="shard_map"):
-    """A runner after `STEPS` steps, with every step's inputs, updates and infos."""
-    runner = runner_of(row, workers, mode)
-    gradients, squares = sample_gradients(workers, SIZES, STEPS)
-    updates, infos = [], []
-    for g, s in zip(gradients, squares, strict=True):
-        updates.append(runner.step(inputs(g), inputs(s)))
-        infos.append(gcjax.info(runner.state))
-    return runner, gradients, squares, updates, infos
-
-
-ran = functools.cache(run)  # most laws look at the same steps and change nothing
 
 
 PLACES = [
@@ -84,18 +40,16 @@ PLACES = [
 ]
 
 
-def _is_extra(row, place):
-    return place != (8, "shard_map") and (place != (3, "pmap") or row.name not in KINDS)
+def _runs_by_default(row, workers, mode):
+    return usual(row) and (
+        (workers, mode) == (8, "shard_map") or ((workers, mode) == (3, "pmap") and of_each_kind(row))
+    )
 
 
-@pytest.mark.parametrize(
+@LAWS(
     ("row", "workers", "mode"),
-    [
-        pytest.param(row, *place, id=f"{row.name}-{place[0]}-{place[1]}", marks=marks(row, _is_extra(row, place)))
-        for row in METHODS
-        if row.oracle
-        for place in PLACES
-    ],
+    [(row, *place) for row in METHODS if row.oracle for place in PLACES],
+    default=_runs_by_default,
 )
 def test_updates_and_counts_equal_the_numpy_oracle(row, workers, mode):
     if row.rounds_to_nearest and workers == 3:
@@ -115,15 +69,6 @@ def test_updates_and_counts_equal_the_numpy_oracle(row, workers, mode):
                     np.testing.assert_allclose(got, leaf, rtol=rtol, atol=rtol * max(largest, 0.1))
         ours = np.stack([info.selected, info.sent, info.underflow, info.overflow], axis=1)
         np.testing.assert_array_equal(ours, counts)
-
-
-def check_conservation(gradients, updates, left, unit=1.0):
-    """The sum of the updates and the mean residual make up the sum of the dense means, but for rounding of `unit`."""
-    for leaf, name in enumerate(PARAMS):
-        dense = sum(np.mean([g[leaf] for g in step], axis=0, dtype=np.float64) for step in gradients)
-        sent = sum(u[name][0].astype(np.float64) for u in updates).ravel()
-        kept = np.mean([worker[leaf] for worker in left], axis=0, dtype=np.float64)
-        np.testing.assert_allclose((sent + kept) / unit, dense / unit, rtol=1e-6, atol=1e-5)
 
 
 @EVERY_ROW
@@ -150,8 +95,7 @@ def test_the_update_is_typed_as_replicated(row):
     jax.tree.map(lambda once, each: np.testing.assert_array_equal(once, each[0]), runner.replicated, updates[-1])
 
 
-@EVERY_ROW
-@pytest.mark.parametrize("workers", [8, full(3)])
+@LAWS(("row", "workers"), itertools.product(METHODS, (8, 3)), default=lambda row, workers: usual(row) and workers == 8)
 def test_wire_bytes_equal_the_compiled_collectives(row, workers):
     runner, gradients, squares, _, infos = ran(row, workers)
     found = collectives(runner.compiled_text(inputs(gradients[0]), inputs(squares[0])))
@@ -216,8 +160,7 @@ def test_init_works_on_shapes_alone(row):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), concrete)
 
 
-@EVERY_METHOD
-@pytest.mark.sample(6)
+@LAWS("row", methods(), default=(is_first, 6))
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_unknown_extra_arguments_are_ignored(row):
     tx = row.make(None)
@@ -230,8 +173,11 @@ def test_unknown_extra_arguments_are_ignored(row):
     assert with_extra == program(lambda g, state: tx.update(g, state))
 
 
-@EVERY_ROW
-@pytest.mark.parametrize("bad", [np.nan, full(np.inf), full(-np.inf)])
+@LAWS(
+    ("row", "bad"),
+    itertools.product(METHODS, (np.nan, np.inf, -np.inf)),
+    default=lambda row, bad: usual(row) and np.isnan(bad),
+)
 def test_a_non_finite_step_leaves_no_trace(row, bad):
     gradients, squares = sample_gradients(8, SIZES, 4)
     clean, dirty = runner_of(row), runner_of(row)
@@ -282,8 +228,11 @@ def test_finite_gradients_of_any_size_never_spoil_the_state(row):
         check_conservation(gradients, updates, residuals(runner.state, 8, SIZES), LARGEST)
 
 
-@EVERY_METHOD
-@pytest.mark.parametrize("too_large", [2.0**80, full(-3e38)])
+@LAWS(
+    ("row", "too_large"),
+    itertools.product(METHODS, (2.0**80, -3e38)),
+    default=lambda row, too_large: is_first(row) and too_large > 0,
+)
 def test_gradients_too_large_to_add_up_count_as_not_finite(row, too_large):
     gradients, squares = sample_gradients(8, SIZES, 1)
     runner = runner_of(row)
@@ -294,8 +243,7 @@ def test_gradients_too_large_to_add_up_count_as_not_finite(row, too_large):
     assert gcjax.info(runner.state).skipped == 1
 
 
-@EVERY_KIND
-@pytest.mark.sample(3)
+@LAWS("row", METHODS, default=(of_each_kind, 3))
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_float16_updates_saturate_and_are_counted(row):
     g = {name: jnp.full(shape, 6e4, jnp.float16) for name, shape in {**SHAPES, "e": (300,)}.items()}
@@ -350,9 +298,11 @@ EDGES = {
 }
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.sample(8)
+@LAWS(
+    ("row", "edge"),
+    [(row, edge) for edge in EDGES for row in METHODS],
+    default=(lambda row, edge: of_each_kind(row), 8),
+)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     g = {name: jnp.asarray(x) for name, x in EDGES[edge].items()}
@@ -368,8 +318,7 @@ def test_edge_inputs_keep_structure_and_stay_finite(row, edge):
     assert np.isfinite(gcjax.info(state).residual_norm).all()
 
 
-@EVERY_KIND
-@pytest.mark.sample(2)
+@LAWS("row", METHODS, default=(of_each_kind, 2))
 def test_several_buckets_work_like_one(row):
     gradients, squares = sample_gradients(2, SIZES, 3)
     runs = []

@@ -9,6 +9,7 @@ import optax
 import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 
@@ -18,9 +19,7 @@ METHODS = {
     "top_k": gcjax.top_k_compress(0.2, axis_name="data"),
     "power_sgd": gcjax.power_sgd_compress(1, key=jax.random.key(0), axis_name="data"),
 }
-EACH = pytest.mark.parametrize(
-    "method", ["variance", *(pytest.param(n, marks=pytest.mark.full) for n in list(METHODS)[1:])]
-)
+EACH = cases("method", METHODS, default=1)
 
 
 def loss_fn(params, batch):

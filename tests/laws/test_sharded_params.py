@@ -8,7 +8,8 @@ import pytest
 from harness import Runner, residuals
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rows import methods
+from rows import methods, name_of
+from selection import cases
 from wire import along
 
 import gcjax
@@ -55,7 +56,7 @@ class Sharded:
         self.step = jax.jit(run).lower(self.start, self.gradients[0]).compile()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("place", "row_name"),
     [
         ("2x2x2", "variance-paper"),
@@ -64,8 +65,8 @@ class Sharded:
         ("2x4", "top_k-0.05"),
         ("2x4", "dense-float32"),
     ],
+    default=2,
 )
-@pytest.mark.sample(2)
 def test_each_shard_is_compressed_as_if_it_were_the_model(place, row_name):
     run, row = Sharded(place, row_name, ("u", "v")), ROWS[row_name]
     options = {"capacity": (64,)} if row.capacities else {}
@@ -257,13 +258,10 @@ def test_averaging_over_a_sharded_axis_raises(option):
 
 # Loops, branches and parts of owners, whose types must fit.
 LOOPS = ["demo-decay", "onebit", "power_sgd-start", "ef_sign-owners"]
-ONE_OF_EACH = {row.public: row for row in methods()}.values()
-WITH_SHARDS = [
-    pytest.param(row, marks=() if row.name in LOOPS else pytest.mark.full, id=row.name) for row in ONE_OF_EACH
-]
+LAST_OF_EACH = {row.public: row for row in methods()}.values()
 
 
-@pytest.mark.parametrize("row", WITH_SHARDS)
+@cases("row", LAST_OF_EACH, default=lambda row: row.name in LOOPS, ids=name_of)
 def test_every_method_takes_shards(row):
     mesh = jax.make_mesh((2, 2, 2), ("slow", "fast", "model"), (AxisType.Auto,) * 3)
     tx = row.make("slow", inner_axis_name="fast")

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 from harness import sample_gradients
-from rows import SIZES
-from test_laws import FIRST_ROWS, KINDS, METHODS, each, inputs, runner_of
+from row_steps import inputs, runner_of
+from rows import SIZES, group_of, is_first, methods, name_of, of_each_kind
+from selection import cases
 
 import gcjax
 
@@ -15,7 +16,7 @@ STEPS = 10_000
 
 
 @pytest.mark.full
-@each([row for row in METHODS if row in FIRST_ROWS or row.name in KINDS])
+@cases("row", [row for row in methods() if is_first(row) or of_each_kind(row)], ids=name_of, marks=group_of)
 def test_ten_thousand_steps_leave_nothing_behind(row):
     gradients, squares = sample_gradients(8, SIZES, 10)
     pairs = [(inputs(g), inputs(s)) for g, s in zip(gradients, squares, strict=True)]

@@ -1,6 +1,7 @@
 """Mistakes that run and train worse: counted by every update, shown by info, raised by check_training."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from harness import Runner, mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 
@@ -40,8 +42,11 @@ def runner_of(method, mode="shard_map", steps=0, **options):
     return runner
 
 
-@pytest.mark.parametrize("method", ["top_k", "variance", pytest.param("qsgd", marks=pytest.mark.full)])
-@pytest.mark.parametrize("mode", ["pmap", pytest.param("unchecked shard_map", marks=pytest.mark.full)])
+@cases(
+    ("method", "mode"),
+    itertools.product(("top_k", "variance", "qsgd"), ("pmap", "unchecked shard_map")),
+    default=lambda method, mode: method != "qsgd" and mode == "pmap",
+)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_equal_gradients_are_counted(method, mode):
     runner = runner_of(method, mode, 3, equal=True)

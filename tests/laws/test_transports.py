@@ -1,6 +1,7 @@
 """The transports of the sparse exchange: what each moves, who owns what, and that both give the same."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -11,6 +12,7 @@ from compact import compact_words
 from harness import Runner, mesh_of
 from jax.sharding import PartitionSpec as P
 from oracle import quick_bits
+from selection import cases
 
 import gcjax
 from gcjax._comm.collectives import SingleWorker, replaced_comm
@@ -38,7 +40,7 @@ def run(workers, transport):
     return [runner.step(gradients(workers))["a"] for _ in range(2)]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("workers", [2, 8])
 @pytest.mark.full
 def test_transports_agree_when_all_sums_fit(workers):
     by_gather = run(workers, "all_gather")
@@ -67,12 +69,10 @@ def test_two_phases_move_as_much_for_many_workers():
     assert in_phases[64] < 1.4 * in_phases[8]  # owners need more room for chance, the fewer words they have
 
 
-@pytest.mark.parametrize(
+@cases(
     ("values", "workers"),
-    [
-        *(("power_of_two", workers) for workers in (2, 3, 4, 8)),
-        *(pytest.param("float32", n, marks=pytest.mark.full if n in (3, 4) else ()) for n in (2, 3, 4, 8)),
-    ],
+    itertools.product(("power_of_two", "float32"), (2, 3, 4, 8)),
+    default=lambda values, workers: values == "power_of_two" or workers in (2, 8),
 )
 def test_auto_takes_the_transport_that_moves_less(workers, values):
     def variance(transport):

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from harness import Runner, sample_gradients
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from rows import SIZES
-from test_laws import EVERY_KIND, EVERY_ROW, PARAMS, inputs, runner_of
+from row_steps import PARAMS, inputs, runner_of
+from rows import SIZES, group_of, methods, name_of, of_each_kind, usual
+from selection import cases
 
 from gcjax._comm.simulated import simulated_workers
 
@@ -34,14 +34,12 @@ def program(row, x64):
         return list(operations(jax.make_jaxpr(step)(PARAMS, jnp.zeros(8, jnp.int32))))
 
 
-@EVERY_ROW
-@pytest.mark.sample(10)
+@cases("row", methods(), default=(usual, 10), ids=name_of, marks=group_of)
 def test_the_program_is_the_same_under_x64(row):
     assert program(row, x64=True) == program(row, x64=False)
 
 
-@EVERY_KIND
-@pytest.mark.sample(2)
+@cases("row", methods(), default=(of_each_kind, 2), ids=name_of, marks=group_of)
 def test_updates_under_x64_have_the_same_bits_and_the_gradients_dtypes(row):
     gradients, squares = sample_gradients(8, SIZES, 3)
     usual = runner_of(row)

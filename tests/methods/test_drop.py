@@ -8,6 +8,7 @@ import pytest
 from compact import entries
 from harness import Runner, messages, residuals
 from optimum import decaying, distance_after_training
+from selection import cases
 
 import gcjax
 from gcjax._kernels import layout
@@ -119,13 +120,14 @@ def test_only_the_residual_sends_entries_below_ones_that_cancel():
     assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("make", "options"),
     [
-        pytest.param(gcjax.contrib.drop_compress, {"density": 0.1, "capacity": 64}, marks=pytest.mark.full),
-        pytest.param(gcjax.contrib.dryden_compress, {"density": 0.1}, marks=pytest.mark.full),
         (gcjax.onebit_compress, {}),
+        (gcjax.contrib.drop_compress, {"density": 0.1, "capacity": 64}),
+        (gcjax.contrib.dryden_compress, {"density": 0.1}),
     ],
+    default=1,
 )
 def test_methods_stall_without_their_residuals(make, options):
     tx = make(**options, axis_name="data")

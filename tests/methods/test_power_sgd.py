@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Runner, residuals
+from selection import cases
 
 import gcjax
 
@@ -95,7 +96,7 @@ def ran_on_the_reference_inputs():
     return data, flat, np.stack([np.concatenate(worker) for worker in residuals(runner.state, 2, sizes)])
 
 
-@pytest.mark.parametrize("reference", ["authors", pytest.param("torch", marks=pytest.mark.full)])
+@cases("reference", ["authors", "torch"], default=1)
 def test_other_implementations_agree(reference):
     # data/make_power_sgd.py says which. PyTorch also orthogonalises Q first, which changes neither P nor the update;
     # and it keeps an error for the leaf that is sent whole, the last 5 entries, which never accumulates.

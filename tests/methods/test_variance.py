@@ -11,6 +11,7 @@ from compact import entries
 from harness import Runner, messages, residuals, sample_gradients, stacked, tree_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 from gcjax._sparse import value_codes
@@ -135,10 +136,7 @@ def test_decay_lets_a_stuck_entry_pass():
 
 # On pure noise the compression ratio follows from alpha, decay and the normalisation of the squares alone. A factor of
 # the batch size in the squares would change it by far more than the tolerance.
-@pytest.mark.parametrize(
-    ("alpha", "known"),
-    [(1.5, 56), pytest.param(1.0, 16, marks=pytest.mark.full), pytest.param(2.0, 139, marks=pytest.mark.full)],
-)
+@cases(("alpha", "known"), [(1.5, 56), (1.0, 16), (2.0, 139)], default=1)
 def test_noise_has_the_ratio_of_the_variance_test(alpha, known):
     steps, entries, batch = 400, 4096, 64
     tx = gcjax.variance_compress(alpha=alpha, values="float32", capacity=entries)

@@ -1,11 +1,14 @@
 """Integers and booleans in auxiliary output and model state, of which no mean can be taken."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from harness import mesh_of
+from selection import cases
 
 import gcjax
 from gcjax import value_and_moments
@@ -69,18 +72,14 @@ INDEPENDENT = {
 }
 
 
-@pytest.mark.parametrize("options", METHODS, ids=str)
-@pytest.mark.parametrize("case", DEPENDENT)
-@pytest.mark.sample(8)
+@cases(("case", "options"), itertools.product(DEPENDENT, METHODS), default=8, ids=str)
 def test_integers_that_depend_on_samples_raise_with_the_cures(case, options):
     fn = value_and_moments(aux_of(DEPENDENT[case]), has_aux=True, **options)
     with pytest.raises(TypeError, match=r"leaf \['n'\] .*(int32|bool)\[.*one value for each sample.*jnp\.mean"):
         jax.eval_shape(fn, W, X)
 
 
-@pytest.mark.parametrize("options", METHODS, ids=str)
-@pytest.mark.parametrize("case", INDEPENDENT)
-@pytest.mark.sample(8)
+@cases(("case", "options"), itertools.product(INDEPENDENT, METHODS), default=8, ids=str)
 def test_integers_that_depend_on_no_sample_are_those_of_the_batch(case, options):
     fn, expected = INDEPENDENT[case]
     (_, aux), _ = jax.jit(value_and_moments(aux_of(fn), has_aux=True, **options))(W, X)

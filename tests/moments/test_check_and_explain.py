@@ -1,3 +1,5 @@
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -5,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from moments_cases import CASES, draw, net, net_data, weighted_net
+from selection import cases
 
 from gcjax import check_moments, explain_moments
 from gcjax._moments.rules.dense import Dense
@@ -65,9 +68,11 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"fourier layers", "complex conv"}))  # need 32 bits
-@pytest.mark.parametrize("dtypes", NARROW)
-@pytest.mark.sample(12)
+@cases(
+    ("dtypes", "name"),
+    itertools.product(NARROW, sorted(CASES.keys() - {"fourier layers", "complex conv"})),  # these need 32 bits
+    default=12,
+)
 def test_rounding_errors_of_16_bits_are_no_alarm(name, dtypes):
     dtype, param_dtype = NARROW[dtypes]
     loss, params, batch = computing_in(dtype, *CASES[name](), param_dtype=param_dtype)

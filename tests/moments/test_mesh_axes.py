@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 
@@ -19,10 +21,14 @@ def loss_fn(w, x):
     return jnp.mean(jnp.sum(jnp.tanh(x @ w), axis=-1) ** 2), x @ w
 
 
-@pytest.mark.parametrize("method", ["auto", "scan"])
-@pytest.mark.parametrize("spec", [P(), P(None, "model")], ids=["whole", "sharded"])
-@pytest.mark.parametrize("kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (AUTO, EXPLICIT), (EXPLICIT, AUTO)])
-@pytest.mark.sample(6)
+KINDS = [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (AUTO, EXPLICIT), (EXPLICIT, AUTO)]
+
+
+@cases(
+    ("kinds", "spec", "method"),
+    itertools.product(KINDS, (P(), P(None, "model")), ("auto", "scan")),
+    default=6,
+)
 def test_a_sharded_batch_has_the_moments_of_the_whole_batch(kinds, spec, method):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     rng = np.random.default_rng(0)

@@ -5,9 +5,9 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 from moments_cases import CASES, SIZE, assert_close, batch_of, draw
+from selection import cases
 
 from gcjax import value_and_moments
 
@@ -19,10 +19,10 @@ SHARDED = [
     "rnn tied",
     "scanned checkpointed blocks",
     "tied embedding",
-    # "factors on the weight" covers the rules of these two.
-    pytest.param("attention", marks=pytest.mark.full),
-    pytest.param("dense with positions", marks=pytest.mark.full),
+    "attention",
+    "dense with positions",
 ]
+COVERED = ("attention", "dense with positions")  # their rules are those of "factors on the weight"
 CHECK_VMA = {"attention": (True, False), "conv same": (False,), "rnn tied": (True, False)}  # the others: only True
 
 
@@ -47,8 +47,7 @@ def one_by_one(loss, params, batch, **options):
     return jax.tree.map(lambda *a: jnp.stack(a), *(fn(params, half) for half in halves))
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.sample(3)
+@cases("name", SHARDED, default=(lambda name: name not in COVERED, 3))
 def test_in_shard_map_moments_are_local_to_the_worker(name):
     checks = CHECK_VMA.get(name, (True,))
     with jax.enable_x64(True):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moments_cases import CASES, SIZE, assert_close, batch_of_tokens, draw, scaled
+from selection import cases
 
 from gcjax import explain_moments, value_and_moments
 
@@ -18,8 +19,7 @@ def reference(loss, params, batch):
     return jax.tree.map(lambda g: ((g / SIZE) ** 2).sum(0), grads)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(20)
+@cases("name", CASES, default=20)
 def test_sinks_equal_vmap_of_grad(name):
     with jax.enable_x64(True):
         loss, params, batch = CASES[name]()
@@ -57,8 +57,7 @@ def all_shapes(jaxpr):
                     yield from all_shapes(inner)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in (*FALLBACKS, "control flow and sorts")])
-@pytest.mark.sample(14)
+@cases("name", [name for name in CASES if name not in (*FALLBACKS, "control flow and sorts")], default=14)
 def test_no_array_of_batch_times_matrix(name):
     """The "vmap" method makes one, which shows that this test would see it."""
     loss, params, batch = CASES[name]()

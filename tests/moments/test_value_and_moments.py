@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from moments_cases import CASES, SIZE, assert_close, batch_of, draw, net, net_data, scaled, weighted_net
+from selection import cases
 
 from gcjax import check_moments, explain_moments, value_and_moments
 
@@ -142,10 +143,7 @@ def test_aux_has_the_shapes_of_the_whole_batch():
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["dense with positions", "dense", "conv same", "embedding by index", "scanned blocks", "rnn"]
-)
-@pytest.mark.sample(3)
+@cases("name", ["dense with positions", "dense", "conv same", "embedding by index", "scanned blocks", "rnn"], default=3)
 def test_half_precision_squares_accumulate_in_float32(name):
     loss, params, batch = CASES[name]()
 

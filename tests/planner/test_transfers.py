@@ -11,6 +11,7 @@ from compact import compact_words
 from harness import Runner, limited_buckets, mesh_of
 from jax.sharding import PartitionSpec as P
 from rows import SHAPES, methods
+from selection import cases
 
 import gcjax
 from gcjax._comm.collectives import comm_for_axes, mesh_comm, replaced_comm
@@ -62,8 +63,7 @@ def real_bytes(row):
     return comm.bytes_moved() + sum(largest)
 
 
-@pytest.mark.parametrize("row", methods(), ids=lambda row: row.name)
-@pytest.mark.sample(16)
+@cases("row", methods(), ids=lambda row: row.name, default=16)
 def test_transfers_are_those_of_a_real_step(row):
     transfers = transfers_of(row.make(None), PARAMS, WORKERS, row.uses_squares)
     assert sum(ring_bytes(transfer, WORKERS) for transfer in transfers) == pytest.approx(real_bytes(row))

@@ -1,6 +1,7 @@
 """Steps whose gradient is not finite: they change nothing, are counted, and end training when there are too many."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 from harness import compress_state, mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 from gcjax._training.bad_steps import STEPS_AHEAD
@@ -83,9 +85,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("bad", ["x", pytest.param("z", marks=pytest.mark.full)])
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.sample(3)
+@cases(("chain", "bad"), itertools.product(CHAINS, ("x", "z")), default=(lambda chain, bad: bad == "x", 3))
 def test_a_bad_step_changes_nothing_but_what_compressors_count(chain, bad):
     step = gcjax.make_train_step(loss_fn, CHAINS[chain](), mesh_of(WORKERS))
     state, metrics = step(step.init(PARAMS), batch_of(0))
@@ -103,8 +103,7 @@ def test_a_bad_step_changes_nothing_but_what_compressors_count(chain, bad):
     assert not np.array_equal(state.params["w"], before.params["w"])
 
 
-@pytest.mark.parametrize("chain", ["two compressors", "compressor and mean"])
-@pytest.mark.sample(1)
+@cases("chain", ["two compressors", "compressor and mean"], default=1)
 def test_a_compressor_whose_leaves_were_good_loses_nothing_in_a_bad_step(chain):
     step = gcjax.make_train_step(loss_fn, CHAINS[chain](), mesh_of(WORKERS))
     state, _ = step(step.init(PARAMS), batch_of(0))
@@ -139,8 +138,7 @@ def test_state_of_which_entries_become_equal_or_constant_stays_as_it_was():
     assert float(state.opt_state[1]["c"]) == 4.0
 
 
-@pytest.mark.parametrize("options", [{"moments": None}, {"accumulate": 2}], ids=str)
-@pytest.mark.sample(1)
+@cases("options", [{"moments": None}, {"accumulate": 2}], ids=str, default=1)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_bad_steps_are_skipped_in_every_mode(options):
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), **options)
@@ -183,7 +181,7 @@ def test_a_bad_shard_is_skipped_on_all_shards(axis):
     assert_equal((state.params, state.opt_state), (before.params, before.opt_state))
 
 
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
+@cases("accumulate", [1, 2], default=1)
 def test_batch_statistics_survive_a_bad_step(accumulate):
     class Net(nn.Module):
         @nn.compact

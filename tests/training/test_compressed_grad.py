@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,14 @@ import pytest
 from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_laws import METHODS
+from rows import methods
+from selection import cases
 from wire import along
 
 import gcjax
 from gcjax._hlo import collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MIXED = [(EXPLICIT, AUTO), (AUTO, EXPLICIT)]
-INSIDE = [pytest.param(False, id="outside set_mesh", marks=pytest.mark.full), pytest.param(True, id="inside set_mesh")]
 SHAPES = {"a": (6, 8), "b": (8, 4), "c": (4,)}
 SPECS = {"a": P(None, "model"), "b": P("model"), "c": P()}
 TX = {"values": "float32", "capacity": 128}
@@ -81,9 +81,7 @@ def variance(axis):
     return gcjax.variance_compress(1.0, axis_name=axis, **TX)
 
 
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-@pytest.mark.sample(1)
+@cases(("kind", "inside"), itertools.product((AUTO, EXPLICIT), (True, False)), default=1)
 def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
     fn = gcjax.compressed_value_and_grad(loss_fn, variance("data"), mesh)
@@ -96,11 +94,7 @@ def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     assert 0 < info.sent.sum() < 4 * 84
 
 
-@pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize(
-    "kinds", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), *(pytest.param(k, marks=pytest.mark.full) for k in MIXED)]
-)
-@pytest.mark.sample(1)
+@cases(("kinds", "inside"), itertools.product(itertools.product((AUTO, EXPLICIT), repeat=2), (True, False)), default=1)
 def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     loss = functools.partial(loss_fn, out_sharding=P() if kinds[1] == EXPLICIT else None)
@@ -334,7 +328,7 @@ def only_matrices(updates, state, params=None):
 
 
 LEGAL = {
-    **{row.name: row.make("data") for row in METHODS},
+    **{row.name: row.make("data") for row in methods()},
     "clipping after": optax.chain(TOP, optax.clip_by_global_norm(1.0), optax.zero_nans()),
     "unit-wise clipping, noise and a schedule after": optax.chain(
         TOP, optax.adaptive_grad_clip(0.1), optax.add_noise(1e4, 0.0, key=0), optax.scale_by_schedule(warmed_up())

@@ -7,6 +7,7 @@ import optax
 import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 
@@ -48,12 +49,12 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize(
+@cases(
     ("transform", "options"),
     [(transform, {}) for transform in TRANSFORMS] + [("chain", {"moments": None}), ("partition", {"accumulate": 2})],
     ids=str,
+    default=2,
 )
-@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_only_trained_parameters_change_are_sent_and_have_state(transform, options):
     step = gcjax.make_train_step(loss_fn, TRANSFORMS[transform](), mesh_of(4), trainable=HEAD, **options)
@@ -82,8 +83,7 @@ def test_frozen_parameters_are_not_differentiated(moments):
     assert of_kernel_size(HEAD) == []
 
 
-@pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
-@pytest.mark.sample(1)
+@cases("moments", [None, gcjax.value_and_moments], default=1)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_training_a_part_is_training_the_part_alone(moments):
     def head_loss(head, batch):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
+from selection import cases
 
 import gcjax
 from gcjax.flax import sync_batchnorm
@@ -164,8 +166,7 @@ def first_step(loss, moments, *, workers=4, batch=BATCH, **options):
         raise
 
 
-@pytest.mark.parametrize("case", FOUND)
-@pytest.mark.sample(3)
+@cases("case", FOUND, default=3)
 def test_a_loss_that_is_no_mean_raises_with_the_cure(case):
     loss, moments, says = FOUND[case]
     with pytest.raises(ValueError, match=rf"the gradient of some samples .* by \d.* %: .*{says}.*checks=False"):
@@ -178,8 +179,7 @@ def first_step_of(loss, params, batch, moments=MOMENTS, workers=4):
     return step(step.init(params), batch)
 
 
-@pytest.mark.parametrize("case", MASKED)
-@pytest.mark.sample(3)
+@cases("case", MASKED, default=3)
 def test_a_masked_mean_raises_where_all_losses_are_about_equal(case):
     with pytest.raises(ValueError, match="Weighted or masked mean: divide"):
         first_step_of(*MASKED[case])
@@ -189,8 +189,7 @@ def test_a_masked_mean_with_equal_masks_passes():
     first_step_of(*language_model(0.1, masks=[5] * 16))
 
 
-@pytest.mark.parametrize("case", MEANS)
-@pytest.mark.sample(3)
+@cases("case", MEANS, default=3)
 def test_a_mean_passes_and_its_sum_raises(case):
     loss, moments = MEANS[case]
     _, metrics = first_step(loss, moments)
@@ -383,16 +382,13 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("case", SOUND)
-@pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.sample(8)
+@cases(("workers", "case"), itertools.product((1, 4), SOUND), default=8)
 def test_means_with_large_rounding_errors_pass(case, workers):
     loss, params, batch, moments = SOUND[case]()
     first_step_of(loss, params, batch, moments, workers)
 
 
-@pytest.mark.parametrize("case", ["bfloat16", "all float16", "without moments"])
-@pytest.mark.sample(2)
+@cases("case", ["bfloat16", "all float16", "without moments"], default=2)
 def test_sums_with_large_rounding_errors_raise(case):
     loss, params, batch, moments = SOUND[case]()
     with pytest.raises(ValueError, match="sums over its samples"):

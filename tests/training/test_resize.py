@@ -1,6 +1,7 @@
 """State for another number of workers: what was owed is still owed, and training goes on."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, compress_state, mesh_of, residuals, sample_gradients
-from rows import SIZES
-from test_laws import METHODS, PARAMS, inputs, runner_of
+from row_steps import PARAMS, inputs, runner_of
+from rows import SIZES, group_of, methods, name_of
+from selection import cases
 
 import gcjax
 from gcjax._core.mixing import Mixing
@@ -19,14 +21,14 @@ def firsts():
     """The first row of every method, and of every kind of owner one more."""
     owners = {"variance-owners", "top_k-0.3-owners", "qsgd-3-owners", "ef_sign-owners"}
     seen = set()
-    for row in METHODS:
+    for row in methods():
         if row.public not in seen or row.name in owners:
-            yield pytest.param(row, id=row.name, marks=pytest.mark.xdist_group(row.name))
+            yield row
         seen.add(row.public)
 
 
 def row_named(name):
-    return next(row for row in METHODS if row.name == name)
+    return next(row for row in methods() if row.name == name)
 
 
 def steps_of(workers, count, seed=0):
@@ -50,9 +52,13 @@ def ran(row, workers=8, **more):
     return runner
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("row", list(firsts()))
-@pytest.mark.parametrize("path", [(6,), pytest.param((4, 6, 8), marks=pytest.mark.full)], ids=str)
+@cases(
+    ("row", "path"),
+    itertools.product(firsts(), ((6,), (4, 6, 8))),
+    default=(lambda row, path: len(path) == 1, 5),
+    ids=lambda value: name_of(value) or str(value),
+    marks=group_of,
+)
 def test_what_was_owed_is_still_owed(row, path):
     runner = ran(row)
     state, before = runner.state, mean_residual(runner.state, 8)

@@ -7,6 +7,7 @@ import optax
 import pytest
 from harness import Runner, compress_state, sample_gradients, tree_of
 from moments_cases import net, net_data
+from selection import cases
 
 import gcjax
 
@@ -28,9 +29,7 @@ def run(tx, gradients, squares):
     return updates, state
 
 
-@pytest.mark.parametrize(
-    "factor", [2.0**-7, *(pytest.param(f, marks=pytest.mark.full) for f in (-(2.0**-40), 2.0**30))]
-)
+@cases("factor", [2.0**-7, -(2.0**-40), 2.0**30], default=1)
 def test_a_scaled_gradient_gives_the_scaled_update_to_the_bit(factor):
     gradients, squares = sample_gradients(1, SIZES, 6)  # many entries are zero: their squares must be scaled, too
     squares = [[[x + np.float32(0.25) for x in worker] for worker in step] for step in squares]
@@ -50,8 +49,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.sample(2)
+@cases("name", SCALINGS, default=2)
 def test_squares_are_scaled_by_the_factor_of_their_entry(name):
     gradients, squares = sample_gradients(1, SIZES, 4)
     scaling, compressor = SCALINGS[name], gcjax.variance_compress(alpha=1.0)

@@ -11,6 +11,7 @@ import pytest
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 from rows import methods
+from selection import cases
 
 import gcjax
 from gcjax._hlo import collectives, totals
@@ -93,12 +94,11 @@ def test_each_worker_passes_its_own_moments():
         assert differs.mean() < 0.005  # rounding may decide either way for an entry on the criterion's edge
 
 
-@pytest.mark.parametrize(
+@cases(
     "row",
-    [
-        pytest.param(row, id=row.public, marks=[] if row.public == "power_sgd_compress" else pytest.mark.full)
-        for row in {row.public: row for row in methods()}.values()
-    ],
+    {row.public: row for row in methods()}.values(),
+    default=lambda row: row.public == "power_sgd_compress",
+    ids=lambda row: row.public,
 )
 def test_info_reads_a_state_with_explicit_mesh_axes(row):
     def loss(w, batch):
@@ -175,8 +175,7 @@ def test_accumulate_must_be_an_int(bad):
         variance_step(mesh_of(2), accumulate=bad)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.sample(1)
+@cases("accumulate", [1, 2], default=1)
 def test_workers_have_own_batch_statistics_and_dropout(accumulate):
     model = Net(batch_norm=True, dropout=0.5)
     variables = Net(dropout=0.5, batch_norm=True).init(jax.random.key(0), jnp.zeros((2, 16)), train=False)
@@ -224,8 +223,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.sample(2)
+@cases("chain", CHAINS, default=2)
 def test_common_optax_chains_work(chain):
     tx = CHAINS[chain](gcjax.variance_compress(axis_name="data", capacity=256))
     step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))

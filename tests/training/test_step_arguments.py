@@ -1,5 +1,7 @@
 """What a training step says of arguments that do not fit, and what losses and optimisers may return and ask for."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from harness import mesh_of
 from jax.sharding import AxisType
+from selection import cases
 
 import gcjax
 from gcjax._hlo import collectives
@@ -280,8 +283,7 @@ def test_a_parameter_without_gradient_raises():
         step.init(PARAMS | {"f": jnp.tanh})
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.sample(1)
+@cases("explicit", [False, True], default=1)
 def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
     mesh = jax.make_mesh((8,), ("data",)) if explicit else mesh_of(8)
     step = gcjax.make_train_step(loss_fn, adam(), mesh)
@@ -294,10 +296,11 @@ def test_a_step_is_lowered_from_shapes_as_from_arrays(explicit):
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
-@pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.sample(2)
+@cases(
+    ("with_state", "accumulate", "moments"),
+    itertools.product((False, True), (1, 2), (None, gcjax.value_and_moments)),
+    default=2,
+)
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
 def test_what_the_loss_returns_beside_itself_comes_back(moments, accumulate, with_state):
     def loss(params, batch, model_state=None):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 # The test model: a matrix, a scalar, a vector and a kernel with three axes. No size is a multiple of 32.
 SHAPES = {"a": (20, 15), "b": (), "c": (40,), "d": (3, 9, 19)}
@@ -75,7 +76,7 @@ class Row(NamedTuple):
       infinite_at: magnitudes from here on become infinite, as documented.
       rounds_to_nearest: the last bit of a mean may decide between two updates, and with 3 workers XLA's last bits are
         not numpy's.
-      rare: the other rows cover what this one has, each separately: it only runs with the marker `full`.
+      rare: the other rows cover what this one has, each separately: `make test` leaves it out.
     """
 
     name: str
@@ -132,6 +133,7 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"rows.{found.name}") for found in pkgutil.iter_modules(__path__)]
 
 
+@functools.cache
 def methods() -> list[Row]:
     """All rows, in the order of the methods' names."""
     return [row for module in modules() for row in module.ROWS]
@@ -140,3 +142,32 @@ def methods() -> list[Row]:
 def chains() -> dict[str, Chain]:
     """Public name -> the recommended chain."""
     return {name: chain for module in modules() for name, chain in module.CHAINS.items()}
+
+
+# A ladder, a fixed size, a gather of codes, sums, swaps.
+KINDS = {"variance-paper", "top_k-0.05", "qsgd-4", "power_sgd-rank2", "onebit", "variance-owners"}
+
+
+def usual(row) -> bool:
+    """A rule of `cases`: the rows that run by default."""
+    return not row.rare
+
+
+def is_first(row) -> bool:
+    """A rule of `cases`: the first row of each public name."""
+    return row.name == next((other.name for other in methods() if other.public == row.public), row.name)
+
+
+def of_each_kind(row) -> bool:
+    """A rule of `cases`: one row for each kind of exchange."""
+    return row.name in KINDS
+
+
+def name_of(value):
+    """The id of a case's value, for `cases`."""
+    return value.name if isinstance(value, Row) else None
+
+
+def group_of(row, *others):
+    """The mark of a case for `cases`: all tests of a row run in one process, which compiles its steps once."""
+    return (pytest.mark.xdist_group(row.name),)
