@@ -130,10 +130,15 @@ def _payload(compress: Compress, x: Array, key: Array | None, number: int) -> _P
     leaves = jax.tree.leaves(arrays)
     wrong = [a for a in leaves if not isinstance(a, jax.Array) or a.dtype.itemsize not in (1, 2, 4)]
     if wrong or not leaves:
-        got = repr(wrong[0]) if wrong else "nothing"
-        raise TypeError(f"compress must return arrays of 1, 2 or 4 bytes an entry, got {got}")
+        raise TypeError(f"compress must return arrays of 1, 2 or 4 bytes an entry, got {_kind(wrong)}")
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
     return _Payload(jnp.concatenate([_words_of(a) for a in leaves]), like, sum(8 * a.nbytes for a in leaves))
+
+
+def _kind(wrong: list) -> str:
+    if not wrong:
+        return "nothing"
+    return f"{wrong[0].dtype}{list(wrong[0].shape)}" if hasattr(wrong[0], "dtype") else repr(wrong[0])
 
 
 def _restored(decompress: Decompress, payload: _Payload, words: Array, shape: tuple[int, ...]) -> Array:

@@ -157,3 +157,42 @@ def test_mistakes_in_a_compressor_are_named(method, message):
     with pytest.raises(TypeError, match=message):
         update_once(method)
     update_once(gx.Compressor(gx.EmptyState, nothing))
+
+
+@pytest.mark.parametrize(
+    ("compress", "decompress", "message"),
+    [
+        (lambda x, key: 2.0, lambda arrays, shape: arrays, "arrays of 1, 2 or 4 bytes an entry, got 2.0"),
+        (lambda x, key: (), lambda arrays, shape: arrays, "arrays of 1, 2 or 4 bytes an entry, got nothing"),
+        (
+            lambda x, key: x.astype(jnp.complex64),
+            lambda arrays, shape: arrays,
+            r"1, 2 or 4 bytes an entry, got complex64\[3\]",
+        ),
+        (lambda x, key: x, lambda arrays, shape: arrays[:2], r"floats of the leaf's shape \(3,\), got float32"),
+        (lambda x, key: x, lambda arrays, shape: arrays > 0, r"floats of the leaf's shape \(3,\), got bool"),
+        (None, lambda arrays, shape: arrays, "compress must be a function, such as lambda x, key"),
+        (lambda x, key: x, None, "decompress must be a function, such as lambda arrays, shape"),
+    ],
+)
+def test_mistakes_in_a_leaf_codec_are_named(compress, decompress, message):
+    with pytest.raises(TypeError, match=message):
+        jax.jit(update_once, static_argnums=0)(gx.leaf_codec(compress, decompress))
+
+
+def test_the_arrays_of_a_leaf_arrive_bit_by_bit():
+    sent = (jnp.float16([1.5, -0.0]), jnp.int8([-7, 0, 1]), jnp.array([True, False, True]), jnp.bfloat16(3.0))
+    seen = []
+
+    def decompress(arrays, shape):
+        seen.append(arrays)
+        return jnp.zeros(shape)
+
+    gx.compress(gx.leaf_codec(lambda x, key: sent, decompress)).update(jnp.ones(3), update_state(jnp.ones(3), sent))
+    for got, wanted in zip(seen[-1], sent, strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def update_state(params, sent):
+    return gx.compress(gx.leaf_codec(lambda x, key: sent, lambda arrays, shape: jnp.zeros(shape))).init(params)
