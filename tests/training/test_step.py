@@ -204,6 +204,22 @@ def test_workers_have_own_batch_statistics_and_dropout(accumulate):
     assert not np.array_equal(first.loss, second.loss)
 
 
+@pytest.mark.parametrize(("moments", "draws"), [(None, 2), (gcjax.value_and_moments, 8)])
+def test_workers_steps_parts_and_samples_have_keys_of_their_own(moments, draws):
+    """`draws` of a worker's 8 samples in a step of two parts."""
+
+    def loss(params, batch, *, key):
+        return loss_fn(params, batch), jnp.full(len(batch[1]), jax.random.uniform(key))
+
+    tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1))
+    step = gcjax.make_train_step(loss, tx, mesh_of(4), accumulate=2, moments=moments, has_aux=True)
+    state, seen = step.init(PARAMS, key=jax.random.key(0)), []
+    for _ in range(2):
+        state, metrics = step(state, batch_of(32))
+        seen.append(metrics.aux)
+    assert len(np.unique(seen)) == 2 * 4 * draws
+
+
 CHAINS = {
     "clipping before, decay and schedule after": lambda compress: optax.chain(
         optax.clip_by_global_norm(1.0),
