@@ -41,7 +41,8 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
     model, 4 bytes per parameter, to each neighbour.
 
     Args:
-      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array; if directed, it must be regular.
+      graph: a name, or an array bool[workers, workers] whose entry [i, j] says that i sends to j; if directed, it must
+        be regular.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:

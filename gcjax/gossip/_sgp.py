@@ -47,8 +47,8 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
     model, 4 bytes per parameter.
 
     Args:
-      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array, whose entry [i, j] says that i
-        sends to j. Its edges are used in rounds, in each of which no worker sends or receives twice.
+      graph: a name, or an array bool[workers, workers] whose entry [i, j] says that i sends to j. Its edges are
+        used in rounds, in each of which no worker sends or receives twice.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:

@@ -73,8 +73,8 @@ def swarm_average(
     Args:
       local_steps: updates from one exchange to the next, including the one that exchanges.
       bits: None for full precision, or 4 to 16.
-      graph: which workers may be paired: a name, `random_regular(degree)`, pairs of node numbers or a symmetric bool
-        array. If the number of workers is odd, one sits out, not always the same one.
+      graph: which workers may be paired: a name, or a symmetric array bool[workers, workers]. If the number
+        of workers is odd, one sits out, not always the same one.
       key: random key, made by `jax.random.key(seed)`, the same on all workers.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
