@@ -24,15 +24,13 @@ def rounds(graph: Graph, n: int) -> np.ndarray:
 def matchings(graph: Graph, n: int) -> np.ndarray:
     """int32[k, n]: matchings `partner` (an involution; partner[i] == i sits out) of an undirected graph.
 
-    An SPMD program can draw one of them with equal chances; it cannot draw any matching, because a permutation of
-    devices must be known at compile time. Every matching is maximal, and together they connect the graph. k is at most
-    64, unless 64 of them do not connect the graph: a star of n nodes needs n - 1. For the complete graph they are a
-    round-robin tournament (64 of its rounds for more workers), for an even ring its two halves, and so on. If one
-    worker must sit out, it is not always the same one.
+    An SPMD program draws one of them with equal chances, because a permutation of devices must be known at compile
+    time. Every matching is maximal, and together they connect the graph. k is at most 64, unless 64 of them do not
+    connect the graph: a star of n nodes needs n - 1. For the complete graph they are a round-robin tournament, for an
+    even ring its two halves. If one worker must sit out, it is not always the same one.
 
     Averaging over a random matching is a projection W. The expected fall of the squared distance from the mean,
-    1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn, so a tournament does as well as all perfect
-    matchings.
+    1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn.
 
     Raises:
       ValueError: a directed graph.
@@ -68,7 +66,7 @@ def _coloured(linked: np.ndarray) -> np.ndarray:
     table: list[np.ndarray] = []
     for i, j in np.argwhere(np.triu(linked) if undirected else linked):
         for to in table:
-            if to[i] == i and not np.any(to[np.arange(n) != j] == j) and (to[j] == j or not undirected):
+            if to[i] == i and not np.any(to[np.arange(n) != j] == j):
                 break
         else:
             to = np.arange(n, dtype=np.int32)

@@ -77,7 +77,7 @@ def simulate(
     `algorithm` is one of:
 
     - "swarm", SwarmSGD: a node that has finished its local steps (a Poisson clock) averages with a random neighbour.
-      Non-blocking, nobody waits: the neighbour meets the average when its own clock rings. Blocking, the node waits
+      Non-blocking, the neighbour meets the average when its own clock rings. Blocking, the node waits
       for the neighbour to finish its local steps, and both go on from the mean of the two. AD-PSGD is the non-blocking
       variant with one local step, in full precision.
     - "d_psgd": in every round each node averages with all its neighbours, by Metropolis weights.
