@@ -50,7 +50,7 @@ def arrays(folder):
 @pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, path.stat().st_size // 2)])
 def test_a_missing_or_cut_file_is_named_and_the_checkpoint_before_is_used(file, spoil, folder, capsys):
     spoil(arrays(folder / "8") if file == "arrays" else folder / "8" / file)
-    rows, step = resume(folder)
+    rows, _ = resume(folder)
     np.testing.assert_array_equal(rows, make_state(3)["rows"])
     said = capsys.readouterr().out
     assert said.startswith("--resume: the checkpoint of step 8 cannot be read, so the one before is used (")
@@ -82,5 +82,5 @@ def test_orbax_does_not_notice_a_flipped_bit_of_an_array(folder):
 def test_another_run_is_neither_overwritten_nor_continued(folder):
     with Checkpoints(folder, SETTINGS) as checkpoints, pytest.raises(Problem, match="already holds a run: add --res"):
         checkpoints.start(make_state(0), resume=False)
-    with pytest.raises(Problem, match="of a run with batch 8, not 16. Give the same options"):
+    with pytest.raises(Problem, match=r"of a run with batch 8, not 16\. Give the same options"):
         resume(folder, batch=16)

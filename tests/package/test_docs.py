@@ -44,7 +44,6 @@ SHOWN_BY = {  # users get them from this function or class, whose doctest shows 
     "TrainState": "make_train_step",
     "TransportState": "exchange",
     "ValueCode": "power_of_two_code",
-    "World": "simulate",
 }
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'  # tests have them already
 FENCE = re.compile(r"^ *(`{3,}|:{3,}).*?^ *\1$", re.DOTALL | re.MULTILINE)
