@@ -92,8 +92,8 @@ def compress(
         check_inputs(layout, state, params, squares)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        comm, options = comm_for_axes(worker_axes, inner_axes), options_of(state)
         buckets, report = state.buckets.unpack(), state.report.unpack()
+        comm, options = comm_for_axes(worker_axes, inner_axes), options_of(state)
         check_state(buckets, report.options, options, comm.size, lambda: new_buckets(layout))
         check_gradient(updates, layout.entries, worker_axes + inner_axes)
         if compressor.uses_squares and squares is None:

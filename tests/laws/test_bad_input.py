@@ -181,7 +181,7 @@ def test_placing_state_on_a_mesh_without_its_axis_raises():
             gcjax.ef_sign_compress,
             {"transport": "all_gather"},
             {"transport": "auto"},
-            "shape_for is None, .*_from_three",
+            r"buckets.0.owned.sharing is None, that of this transform Pieces\(fewest=3\)",
         ),
         (
             functools.partial(gcjax.contrib.random_k_compress, 0.5),
