@@ -75,12 +75,6 @@ ALGORITHMS = {
         "SparseLoCo, mean of all",
         lambda args, key: local_sgd(args, compressor=sparse_loco(average="workers")),
     ),
-    "local-variance": (
-        "local SGD, variance",
-        lambda args, key: local_sgd(
-            args, compressor=gcjax.variance_compress(density=0.04, feedback=True, axis_name="data")
-        ),
-    ),
     "muloco": (  # with --optimiser muon
         "MuLoCo",
         lambda args, key: local_sgd(

@@ -35,7 +35,7 @@ def gradients(workers, share=0.05, seed=0):
 
 def run(workers, transport):
     """The updates of all workers in two steps."""
-    tx = gcjax.variance_compress(1e-6, values="float32", capacity=2048, transport=transport, axis_name="data")
+    tx = gcjax.top_k_compress(2048 / N, transport=transport, axis_name="data")
     runner = Runner(tx, PARAMS, workers)
     return [runner.step(gradients(workers))["a"] for _ in range(2)]
 
@@ -69,19 +69,23 @@ def test_two_phases_move_as_much_for_many_workers():
     assert in_phases[64] < 1.4 * in_phases[8]  # owners need more room for chance, the fewer words they have
 
 
-@cases(
-    ("values", "workers"),
-    itertools.product(("power_of_two", "float32"), (2, 3, 4, 8)),
-    default=lambda values, workers: values == "power_of_two" or workers in (2, 8),
-)
-def test_auto_takes_the_transport_that_moves_less(workers, values):
-    def variance(transport):
-        return gcjax.variance_compress(1.5, values=values, capacity=3072, transport=transport)
+WITH_TRANSPORT = {
+    "variance": lambda transport: gcjax.variance_compress(1.5, capacity=3072, transport=transport),
+    "top_k": lambda transport: gcjax.top_k_compress(3072 / N, transport=transport),
+}
 
-    of = {transport: moved(variance, workers, transport) for transport in ("all_gather", "two_phase", "auto")}
+
+@cases(
+    ("method", "workers"),
+    itertools.product(WITH_TRANSPORT, (2, 3, 4, 8)),
+    default=lambda method, workers: method == "variance" or workers in (2, 8),
+)
+def test_auto_takes_the_transport_that_moves_less(workers, method):
+    make = WITH_TRANSPORT[method]
+    of = {transport: moved(make, workers, transport) for transport in ("all_gather", "two_phase", "auto")}
     assert of["auto"] == min(of.values())
     assert of["all_gather"] != of["two_phase"]
-    if values == "power_of_two":
+    if method == "variance":
         assert (of["auto"] == of["all_gather"]) == (workers < 4)
 
 

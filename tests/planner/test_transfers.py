@@ -97,7 +97,7 @@ def test_the_largest_capacity_counts_in_every_bucket():
     [
         (gcjax.top_k_compress(0.1), ["all_gather", "all_gather"]),
         (
-            gcjax.variance_compress(density=0.1, transport="two_phase", owner_density=0.1),
+            gcjax.top_k_compress(0.1, transport="two_phase"),
             ["all_to_all", "all_gather", "all_to_all", "all_gather"],
         ),
     ],

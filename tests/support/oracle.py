@@ -27,10 +27,6 @@ def nearest_power(x) -> int:
     return k + 1 if abs(float(x)) >= 1.5 * 2.0**k else k
 
 
-def as_float16(x) -> np.float32:
-    return F(np.float16(x))
-
-
 def hash_bits(words, positions):
     """The bits of `gcjax._kernels.hashing.hash_bits` at each position, uint32, from the two words of a key."""
     x = np.asarray(positions, np.uint32) + np.uint32(words[0])
@@ -95,7 +91,7 @@ def split(flat, sizes):
     return np.split(flat, np.cumsum(sizes)[:-1])
 
 
-def wire(transport, workers, sizes, capacity, values, owner_density=None):
+def wire(transport, workers, sizes, capacity, values):
     """The exchange: `fit` selects the entries of a worker that are sent, `deliver` adds those of all workers.
 
     Args:
@@ -103,12 +99,11 @@ def wire(transport, workers, sizes, capacity, values, owner_density=None):
       workers: number of workers.
       sizes: entries of each leaf.
       capacity: a number of slots, several of them, or None.
-      values: how owners send theirs: "float32", "float16" or "power_of_two".
-      owner_density: share of its entries that an owner sends, or None.
+      values: how owners send theirs: "float32" or "power_of_two".
     """
     if transport == "all_gather" or workers == 1:
         return AllGather(sizes, max(capacity) if isinstance(capacity, tuple) else capacity)
-    return Owners(workers, sizes, capacity, values, owner_density)
+    return Owners(workers, sizes, capacity, values)
 
 
 class AllGather:
@@ -132,7 +127,7 @@ class AllGather:
 class Owners:
     """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.two_phase`."""
 
-    def __init__(self, workers, sizes, capacity, values, owner_density):
+    def __init__(self, workers, sizes, capacity, values):
         self.workers, self.sizes, self.values = workers, sizes, values
         self.slots = slots_per_owner(capacity if isinstance(capacity, tuple) else (capacity,), workers)
         self.rounds = 128  # each owner has room for the words of one block, as it has at least one of them
@@ -142,9 +137,7 @@ class Owners:
         self.owed = np.zeros(sum(sizes), F)
         words = math.ceil((int(INDEX.max()) // 32 + 1) / workers)
         most = min(workers * self.slots[-1], 32 * words)
-        if owner_density is not None:
-            most = max(min(most, math.ceil(owner_density * sum(sizes) / workers)), 32)
-        code_bits = {"float32": 32, "float16": 16, "power_of_two": 4}[values]
+        code_bits = {"float32": 32, "power_of_two": 4}[values]
         steps, size = [], min(self.slots[0], most)
         while size < most:
             steps.append(round(size))
@@ -153,7 +146,6 @@ class Owners:
         shorter = [k for k in ladder if compact_words(k, 32 * words, code_bits) < code_bits * words]
         self.limit = max(shorter or ladder[:1])  # of a sparse message
         self.has_dense = len(shorter) < len(ladder)
-        self.bounded = owner_density is not None and not self.has_dense
 
     def owner(self, i):
         """The owner of parameter i, and the round in which its word was dealt."""
@@ -190,10 +182,8 @@ class Owners:
             at = self.owner_of[i], self.leaf[i]
             exponent[at] = max(exponent.get(at, -999), floor_log2(total[i]))
         codes = [self._code(x, exponent.get((self.owner_of[i], self.leaf[i]))) for i, x in enumerate(total)]
-        chosen = [i for i in range(len(total)) if codes[i] != 0 and (self.bounded or total[i] != self.owed[i])]
+        chosen = [i for i in range(len(total)) if codes[i] != 0 and total[i] != self.owed[i]]
         by_owner = [[i for i in chosen if self.owner_of[i] == owner] for owner in range(self.workers)]
-        if self.bounded:
-            by_owner = [keep_largest(self.limit, mine, total) for mine in by_owner]
         if max(map(len, by_owner)) > self.limit:
             assert self.has_dense
             by_owner = [range(len(total))]
@@ -209,9 +199,6 @@ class Owners:
             return F(0)
         if self.values == "float32":
             return x
-        if self.values == "float16":
-            half = F(as_float16(x / F(2.0**exponent)) * F(2.0**exponent))
-            return half if abs(float(x)) >= 2.0 ** (exponent - 14) else F(0)
         power = min(nearest_power(x), exponent)
         return F(math.copysign(2.0**power, x)) if power >= exponent - 6 else F(0)
 
