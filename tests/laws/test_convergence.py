@@ -36,7 +36,7 @@ def test_the_recommended_chain_reaches_the_common_optimum(name):
 
 @pytest.mark.full
 def test_what_owners_owe_reaches_the_optimum():
-    owners = {"transport": "two_phase", "owner_density": 0.1, "capacity": 864}
+    owners = {"transport": "two_phase", "capacity": 864}
     tx = gcjax.variance_compress(1.5, feedback=True, axis_name="data", **owners)
     assert distance_after_training(optax.chain(tx, optax.adam(decaying))) < 0.02
 

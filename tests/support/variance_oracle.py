@@ -100,10 +100,10 @@ class VarianceWorker:
 class VarianceOracle:
     """All workers together. The options are those of `VarianceWorker`."""
 
-    def __init__(self, workers, sizes, capacity, transport="all_gather", owner_density=None, **options):
+    def __init__(self, workers, sizes, capacity, transport="all_gather", **options):
         self.workers = [VarianceWorker(sizes, **options) for _ in range(workers)]
         values = options.get("values", "power_of_two")
-        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity, values, owner_density)
+        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity, values)
         self.entries = [(leaf, i) for leaf, n in enumerate(sizes) for i in range(n)]
         self.place = {entry: place for place, entry in enumerate(self.entries)}
 

@@ -48,7 +48,6 @@ ROWS = [
     row("density", density=0.15, feedback=True, capacity=None),
     row("words", wire="word", rare=True),
     row("owners-words", wire="word", capacity=(320,), **OWNERS, rare=True),
-    row("owner-density", alpha=5.0, owner_density=0.3, feedback=True, capacity=(64, 160, 864), **OWNERS, rare=True),
     row("owners-density", density=0.15, feedback=True, capacity=None, **OWNERS, rare=True),
     row("overflow", capacity=(64,), values="float32"),
     row("paper-overflow", capacity=(64,), rare=True),
