@@ -9,7 +9,6 @@ import pytest
 from compact import compact_words, entries
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import rounded_up
 
 from gcjax._sparse import compaction
 from gcjax._sparse.capacities import in_groups, ladder
@@ -89,7 +88,6 @@ WIRES = [
 @given(SEEDS, st.sampled_from(WIRES), st.data())
 def test_messages_come_back(seed, wire, data):
     rng = np.random.default_rng(seed)
-    assert list(wire.capacities) == rounded_up(wire.capacities)
     rung = data.draw(st.integers(0, len(wire.capacities) - 1))
     slots = wire.capacities[rung]
     count = data.draw(st.integers(0, min(slots, wire.places)))
@@ -193,6 +191,21 @@ def test_the_entropy_bound_of_a_few():
     assert float(entropy_bits(1000, jnp.int32(10), 4)) == pytest.approx(exact + 40, rel=0.03)
     assert float(entropy_bits(1000, jnp.int32(0), 4)) == 0
     assert float(entropy_bits(1000, jnp.int32(1000), 4)) == 4000
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slots"),
+    [
+        ((1, 32, 33), (32, 64)),
+        ((300, 8192), (320, 8192)),
+        ((600, 32769), (640, 32832)),  # of 300 and more lanes of 2, in groups of 64
+        ((512, 5000), (512, 5056)),
+        ((1 << 17, 1 << 21), (1 << 17, 1 << 21)),
+        ((40_000,), (40_960,)),  # 128 lanes: groups of 4,096
+    ],
+)
+def test_capacities_are_rounded_up_to_groups_of_32_in_up_to_128_lanes(wanted, slots):
+    assert in_groups(wanted) == slots
 
 
 def test_capacities_grow_by_the_square_root_of_two():

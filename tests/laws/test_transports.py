@@ -185,6 +185,18 @@ def test_owners_send_the_codes_of_all_entries_where_that_is_shorter():
     assert gcjax.info(runner.state).residual_norm.max() > 0
 
 
+def test_owners_have_their_share_of_the_slots_and_room_for_chance():
+    """An eighth of 64, 160 and 864 and three standard deviations are 16.5, 33.4 and 139.2 slots, in groups of 32."""
+    tx = gcjax.variance_compress(1e-6, transport="two_phase", capacity=(64, 160, 864), axis_name="data")
+    runner = Runner(tx, PARAMS, 8)
+    for entries, slots in ((8, 32), (300, 64), (2000, 160)):
+        g = np.zeros((8, N), np.float32)
+        g[:, np.random.default_rng(0).choice(N, entries, replace=False)] = 1
+        runner = runner.restart()
+        runner.step({"a": g})
+        assert gcjax.info(runner.state).capacity == 8 * slots
+
+
 def test_a_state_for_another_number_of_workers_is_refused():
     tx = gcjax.top_k_compress(0.1, transport="two_phase", axis_name="data")
     state = tx.init(PARAMS)  # not placed

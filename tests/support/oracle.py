@@ -7,8 +7,7 @@ products round as they do in the package.
 import math
 
 import numpy as np
-from compact import compact_words
-from rows import INDICES, rounded_up, slots_per_owner
+from rows import INDICES
 
 F = np.float32
 INDEX = np.concatenate(INDICES)  # on the wire, of every parameter
@@ -94,6 +93,8 @@ def split(flat, sizes):
 def wire(transport, workers, sizes, capacity, values):
     """The exchange: `fit` selects the entries of a worker that are sent, `deliver` adds those of all workers.
 
+    Where sources leave open how much room a message has, `allow` is told of a step before it.
+
     Args:
       transport: "all_gather" or "two_phase".
       workers: number of workers.
@@ -103,12 +104,15 @@ def wire(transport, workers, sizes, capacity, values):
     """
     if transport == "all_gather" or workers == 1:
         return AllGather(sizes, max(capacity) if isinstance(capacity, tuple) else capacity)
-    return Owners(workers, sizes, capacity, values)
+    return Owners(workers, sizes, values)
 
 
 class AllGather:
     def __init__(self, sizes, capacity):
         self.sizes, self.capacity = sizes, capacity
+
+    def allow(self, capacity, update):
+        """Nothing is left open: entries that the largest capacity cannot hold wait."""
 
     def fit(self, worker, chosen, x):
         """The chosen parameters that fit into the payload; x has the values of all parameters, flat."""
@@ -125,27 +129,19 @@ class AllGather:
 
 
 class Owners:
-    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.two_phase`."""
+    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.owners`."""
 
-    def __init__(self, workers, sizes, capacity, values):
+    def __init__(self, workers, sizes, values):
         self.workers, self.sizes, self.values = workers, sizes, values
-        self.slots = slots_per_owner(capacity if isinstance(capacity, tuple) else (capacity,), workers)
         self.rounds = 128  # each owner has room for the words of one block, as it has at least one of them
         self.first_round = [0] * workers
         self.leaf = np.repeat(np.arange(len(sizes)), sizes)
         self.owner_of = np.array([self.owner(i)[0] for i in range(sum(sizes))])
         self.owed = np.zeros(sum(sizes), F)
-        words = math.ceil((int(INDEX.max()) // 32 + 1) / workers)
-        most = min(workers * self.slots[-1], 32 * words)
-        code_bits = {"float32": 32, "power_of_two": 4}[values]
-        steps, size = [], min(self.slots[0], most)
-        while size < most:
-            steps.append(round(size))
-            size *= 2**0.5
-        ladder = rounded_up([*steps, most])
-        shorter = [k for k in ladder if compact_words(k, 32 * words, code_bits) < code_bits * words]
-        self.limit = max(shorter or ladder[:1])  # of a sparse message
-        self.has_dense = len(shorter) < len(ladder)
+
+    def allow(self, capacity, update):
+        """Of a step: the slots of all owners together, and the mean, which shows whether they sent all entries."""
+        self.slots, self.update = capacity // self.workers, update
 
     def owner(self, i):
         """The owner of parameter i, and the round in which its word was dealt."""
@@ -154,14 +150,14 @@ class Owners:
         return (seat - rotation) % self.workers, dealt_in
 
     def fit(self, worker, chosen, x):
-        chosen = keep_largest(self.slots[-1] * self.workers, chosen, x)
+        chosen = keep_largest(self.slots * self.workers, chosen, x)
         first, sent, stops = self.first_round[worker], [], []
         for owner in range(self.workers):
             by_round = {}
             for i in chosen:
                 if self.owner_of[i] == owner:
                     by_round.setdefault(self.owner(i)[1], []).append(i)
-            room = self.slots[-1]
+            room = self.slots
             for dealt_in in sorted(by_round, key=lambda r: (r < first, r)):
                 if len(by_round[dealt_in]) > room:
                     stops.append((dealt_in - first) % self.rounds)
@@ -182,14 +178,10 @@ class Owners:
             at = self.owner_of[i], self.leaf[i]
             exponent[at] = max(exponent.get(at, -999), floor_log2(total[i]))
         codes = [self._code(x, exponent.get((self.owner_of[i], self.leaf[i]))) for i, x in enumerate(total)]
-        chosen = [i for i in range(len(total)) if codes[i] != 0 and total[i] != self.owed[i]]
-        by_owner = [[i for i in chosen if self.owner_of[i] == owner] for owner in range(self.workers)]
-        if max(map(len, by_owner)) > self.limit:
-            assert self.has_dense
-            by_owner = [range(len(total))]
-        passed_on = np.zeros(len(total), F)
-        for i in (i for mine in by_owner for i in mine):
-            passed_on[i] = codes[i]
+        going = np.array([code != 0 and x != owed for code, x, owed in zip(codes, total, self.owed, strict=True)])
+        if self.update[~going].any():  # the owners sent the codes of all their entries
+            going[:] = True
+        passed_on = np.where(going, codes, F(0))
         self.owed = total - passed_on
         return passed_on
 

@@ -7,7 +7,6 @@ transform.
 
 import functools
 import importlib
-import math
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
@@ -67,7 +66,7 @@ class Row(NamedTuple):
         worker. None for a method without one.
       conserves: keeps everything that it does not send: updates plus mean residual equal the sum of the dense means.
       rtol: relative tolerance to the oracle; 0 where the bits must agree.
-      capacities: capacities of the payload, ascending; () for a payload of fixed size.
+      capacities: capacities of the payload, ascending multiples of 32; () for a payload of fixed size.
       transport: of the sparse exchange.
       bucket_invariant: gives the same updates when the model is split into several buckets in the middle of leaves.
       uses_squares: reads `sum_grad_squared`.
@@ -94,26 +93,6 @@ class Row(NamedTuple):
     infinite_at: float = float("inf")
     rare: bool = False
     rounds_to_nearest: bool = False
-
-    def reported_capacities(self, workers: int) -> tuple[int, ...]:
-        """The capacities as `gcjax.info` reports them: with owners, slots per owner times workers."""
-        if self.transport == "all_gather" or not self.capacities:
-            return tuple(rounded_up(self.capacities))
-        return tuple(slots * workers for slots in slots_per_owner(self.capacities, workers))
-
-
-def rounded_up(capacities):
-    """Capacities in whole groups of slots of the compact form."""
-    lanes, wanted = 1, max(min(capacities, default=0) // 256, max(capacities, default=0) // 16384)
-    while lanes < 128 and 2 * lanes <= wanted:
-        lanes *= 2
-    return sorted({math.ceil(slots / (32 * lanes)) * 32 * lanes for slots in capacities})
-
-
-def slots_per_owner(capacities, workers):
-    """An owner's share of the capacities, with room for three standard deviations."""
-    shares = [slots / workers for slots in rounded_up(capacities)]
-    return rounded_up([max(math.ceil(share + 3 * math.sqrt(share)), 32) for share in shares])
 
 
 def seed_words(key, step, leaf=0, begin=0, rank=None, message=None) -> np.ndarray:
