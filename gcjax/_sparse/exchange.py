@@ -6,7 +6,7 @@ their entries of its words. The owner adds up the arrived entries and its own de
 sparse message, or as the codes of all its entries where that is shorter. It owes its rounding errors, which join the
 next result.
 
-Owners send values of 4 bits in the paper's code, and float16 and float32 values as they are. They send the entries of
+Owners send values of 4 bits in the paper's code, and float32 values as they are. They send the entries of
 which something arrived; a rounding error waits for the next arrival, or for codes of all entries. Where more entries
 are selected than the largest capacity holds, the largest are sent and the others stay with the caller; those for which
 their owner has no slot wait, round-robin.
@@ -64,7 +64,7 @@ def exchange(message: Message, transport: TransportState, comm: Comm, go: Array)
     ...     values = state.take_in(gx.add_gradient, step.gradient, go=step.go)
     ...     mask = gx.pack_mask(values[0] > 0)
     ...     slots = gx.capacities_for(32, state.bucket.entries)
-    ...     message = gx.Message(values[0], mask, gx.float_code(32), state.bucket, slots)
+    ...     message = gx.Message(values[0], mask, gx.float_code(), state.bucket, slots)
     ...     sent = gx.exchange(message, state.transport, step.comm, step.go)
     ...     return gx.StepResult(sent.mean, state.after(sent, values, step.go), sent.report)
     >>> tx = gx.compress(gx.Compressor(init, update))
@@ -101,8 +101,8 @@ def _form_to_owners(message: Message, workers: int) -> Form:
 
 def _form_from_owners(message: Message, there: Form, workers: int) -> Form:
     """That of an owner's sums. The codes of all its entries replace the capacities at which they are shorter."""
-    as_they_are = message.code.bits >= 16 and message.code.scale_sets == 1
-    code, places = message.code if as_they_are else power_of_two_code(has_zero=True), there.entries.places
+    code = message.code if message.code.bits == 32 else power_of_two_code(has_zero=True)
+    places = there.entries.places
     most = min(workers * there.entries.capacities[-1], places)
     slots = in_groups(ladder(min(there.entries.capacities[0], most), most))
     wire = Wire("compact", code.bits, places, slots)

@@ -67,7 +67,7 @@ def _check_packed(mask: Array, bucket: Bucket) -> None:
 def method_without_padding(select: Select, capacity: Capacity, transport: str) -> Compressor:
     """`sparse_method` for a `select` that never chooses padding, which would make other entries of a message wrong."""
     check_transport(transport)
-    code = float_code(32)
+    code = float_code()
 
     def init(bucket):
         return SparseState.create(bucket, reset=reset_to_zero, transport=transport)

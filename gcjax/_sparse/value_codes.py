@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from gcjax._kernels.floats import (
     TINY,
@@ -17,7 +16,6 @@ from gcjax._kernels.floats import (
     float_bits,
     nearest_exponent,
     power_of_two,
-    rounded,
     sign_bit,
 )
 from gcjax._types import Array, ArrayLike
@@ -38,8 +36,7 @@ class ValueCode(NamedTuple):
       round: round(x, scale) -> the value that the receivers of x see. Raises where it is not known from these two.
       scale_sets: scales per leaf.
 
-    In two phases owners use a code of 16 bits or more and one scale per leaf too. Otherwise they use
-    `power_of_two_code`.
+    In two phases owners send float32 values as they are. Otherwise they use `power_of_two_code`.
     """
 
     bits: int
@@ -90,46 +87,23 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     return ValueCode(4, 8, _exponent_of, smallest, encode, decode, nearest)
 
 
-def float_code(bits: int) -> ValueCode:
-    """Values as float32 (`bits=32`) or float16 (`bits=16`).
-
-    float16 holds x / 2**E, E as in `power_of_two_code`, so that a leaf's size neither overflows nor underflows it.
+def float_code() -> ValueCode:
+    """Values as they are, float32.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
-    >>> code = gx.float_code(16)
-    >>> scale = code.to_scale(gx.float_bits(jnp.float32(1e9)))  # the leaf's largest magnitude
-    >>> print((code.decode(code.encode(jnp.float32(3e8), scale), scale) / 3e8).round(4))
-    0.9996
+    >>> code, none = gx.float_code(), jnp.uint32(0)
+    >>> print(code.decode(code.encode(jnp.float32(0.1), none), none))
+    0.1
     """
-    if bits == 32:
-        return ValueCode(
-            32,
-            0,
-            jnp.zeros_like,
-            _any_normal,
-            lambda x, scale: float_bits(x),
-            lambda code, scale: bits_float(code),
-            lambda x, scale: x,
-        )
-
-    def unit(scale):  # at most 2**126: XLA multiplies by the inverse, and flushes that of 2**127 to zero
-        return power_of_two(jnp.clip(scale.astype(jnp.int32), 1, 253))  # and not zero where a leaf is zero
-
-    def smallest(scale):  # 2**-14 is the smallest normal float16
-        return jnp.maximum(power_of_two(jnp.maximum(scale.astype(jnp.int32) - 14, 0)), TINY)
-
-    def encode(x, scale):
-        half = rounded(x / unit(scale), jnp.float16).astype(jnp.float16)
-        return lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32)
-
-    def decode(code, scale):
-        half = lax.bitcast_convert_type(code.astype(jnp.uint16), jnp.float16)
-        return half.astype(jnp.float32) * unit(scale)
-
-    def nearest(x, scale):
-        return rounded(x / unit(scale), jnp.float16) * unit(scale)
-
-    return ValueCode(16, 8, _exponent_of, smallest, encode, decode, nearest)
+    return ValueCode(
+        32,
+        0,
+        jnp.zeros_like,
+        _any_normal,
+        lambda x, scale: float_bits(x),
+        lambda code, scale: bits_float(code),
+        lambda x, scale: x,
+    )
 
 
 def sign_code(step: ArrayLike) -> ValueCode:

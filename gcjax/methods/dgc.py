@@ -141,7 +141,7 @@ def dgc_compress(
     check_capacity(capacity)
     check_transport(transport)
     densities, k_at = _density_schedule(density, warmup_steps)
-    code = float_code(32)
+    code = float_code()
     reset = _masking_reset if masking else _velocity_reset
 
     def is_small(bucket: Bucket) -> np.ndarray:
