@@ -32,8 +32,6 @@ ROWS = {
     "qsgd 4 bits, two phases": "qsgd(bits=4, bucket_size=512, transport='two_phase')",
     "powersgd 4": "power_sgd(rank=4)",
     "top-k 0.01": "top_k(density=0.01)",
-    "density 0.02": "variance(density=0.02, feedback=True)",
-    "density 0.1": "variance(density=0.1, feedback=True)",
 }
 KEPT = ("settings", "parameters", "steps", "epochs", "compression_ratio", "wire_ratio", "ms_per_step", "cpu_seconds")
 POINTS = 20  # of the training curve

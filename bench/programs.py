@@ -11,6 +11,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -84,7 +85,7 @@ def _of_cifar10(result: str, options: list[str]) -> Iterator[str]:
     data = _like_cifar10(args.images)
     task = cifar10.make_task(args, data)
     yield from _of_task(task, args, tuple(x[: args.workers * args.batch] for x in data[:2]))
-    yield from (str(labels.tolist()) for epoch in range(2) for _, labels in task.batches(epoch, 0))
+    yield from (str(labels.tolist()) for _, labels in itertools.islice(task.batches(0), 2 * task.steps))
 
 
 def _of_char_lm(result: str, options: list[str]) -> Iterator[str]:
@@ -95,7 +96,7 @@ def _of_char_lm(result: str, options: list[str]) -> Iterator[str]:
     with _like_tiny_shakespeare() as path:
         task = char_lm.make_task(args, *load_text(path, args.context))
     yield from _of_task(task, args, next(task.batches(0)))
-    yield from (str(sequences.tolist()) for epoch in range(2) for sequences in task.batches(epoch))
+    yield from (str(sequences.tolist()) for sequences in itertools.islice(task.batches(0), 2 * task.steps))
 
 
 def _of_task(task: Any, args: argparse.Namespace, batch: Any) -> Iterator[str]:
@@ -105,7 +106,7 @@ def _of_task(task: Any, args: argparse.Namespace, batch: Any) -> Iterator[str]:
 
     mesh = training.use_devices(args.workers)
     step, state = training.make_step(task, args, mesh)
-    prepare = training.prepare_on_workers(task.prepare, mesh)
+    prepare = training.prepare_on_workers(task.prepare or (lambda key, batch: batch), mesh)
     key = jax.random.key(0)
     [batch] = training.place_batches([batch], mesh)
     yield jax.jit(task.init).lower(key).as_text()
@@ -126,10 +127,10 @@ def _of_gossip(result: str, options: list[str]) -> Iterator[str]:
         with _like_tiny_shakespeare() as path:
             workload = workloads.text_workload(path)
     [name] = args.algorithms
-    begin = gossip.prepare(name, 0, workload, args, training.use_devices(args.workers))
+    step, state, order, place = gossip.prepare(name, 0, workload, args, training.use_devices(args.workers))
     yield jax.jit(workload.init).lower(jax.random.key(0)).as_text()
-    yield begin.step.lower(begin.state, begin.place(begin.order(0)[0])).as_text()
-    yield from (str(numbers.tolist()) for epoch in range(2) for numbers in begin.order(epoch))
+    yield step.lower(state, place(order(0)[0])).as_text()
+    yield from (str(numbers.tolist()) for epoch in range(2) for numbers in order(epoch))
 
 
 def _like_cifar10(images: int | None = None) -> list[np.ndarray]:

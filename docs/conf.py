@@ -1,5 +1,6 @@
 """How Sphinx builds the site; `make docs`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -61,3 +62,9 @@ html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 linkcheck_timeout = 20
 linkcheck_retries = 2
 linkcheck_anchors = False
+
+
+def setup(app):
+    """Pages link to text files of other folders as GitHub does; on the site these links are downloads."""
+    files = re.compile(r"\]\((?=(?:\.\./)+(?:CONTRIBUTING|bench/|examples/)[^)#]*\.md)([^)#]*)[^)]*\)")
+    app.connect("source-read", lambda app, page, text: text.__setitem__(0, files.sub(r"](path:\1)", text[0])))

@@ -1,8 +1,8 @@
 """CIFAR-10 with any method of gcjax: the paper's network or a ResNet, Adam or momentum SGD, 8 workers.
 
-The workers are this machine's accelerators, or virtual CPU devices. Fetch CIFAR-10 (python or binary version, from
-https://www.cs.toronto.edu/~kriz/cifar.html), unpack it, and give the folder; an image folder (train/CLASS/*.png,
-test/CLASS/*.png) works too. Writes curves (steps.csv, epochs.csv), result.json, curves.png and checkpoints into --out.
+The workers are this machine's accelerators, or virtual CPU devices. Fetch CIFAR-10 (python version, from
+https://www.cs.toronto.edu/~kriz/cifar.html), unpack it, and give the folder. Writes curves (steps.csv, epochs.csv),
+result.json, curves.png and checkpoints into --out.
 
     python examples/cifar10.py --data DIR --out runs/first                       # 92,074 parameters, minutes on 2 cores
     python examples/cifar10.py --data DIR --out runs/topk --method "top_k(density=0.01)" --optimiser sgd
@@ -12,32 +12,28 @@ test/CLASS/*.png) works too. Writes curves (steps.csv, epochs.csv), result.json,
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from common import networks
-from common.cli import Parser, Problem, above_zero, run_command
-from common.folders import load_folder
-from common.images import CIFAR_MEAN, CIFAR_STD, flip_and_crop, load_cifar10, normalise
-from common.options import add_training, check_training
-from common.training import Task, train, whole_batch_norm
+from common import networks, training
+from common.checkpoints import Checkpoints
+from common.cli import Parser, above_zero, run_command
+from common.images import CIFAR_MEAN, CIFAR_STD, ImageData, flip_and_crop, load_cifar10, normalise
+from common.log import Log, settings_of
+from common.options import add_training
 
 
-def make_task(args: argparse.Namespace, data: Sequence[np.ndarray]) -> Task:
-    """The task of training on `data`: images, labels, test images, test labels."""
+def make_task(args: argparse.Namespace, data: ImageData) -> training.Task:
+    """The network, its loss and its data."""
     images, labels, test_images, test_labels = data
-    size = args.workers * args.batch
-    if len(images) < size:
-        raise Problem(
-            f"--workers {args.workers} times --batch {args.batch} is more than the {len(images)} training images"
-        )
+    steps, size = training.steps_of_epoch(len(images), args), args.workers * args.batch
     model = networks.CIFAR[args.model](args.width, 1 + int(max(labels.max(), test_labels.max())))
-    steps = len(images) // size  # the rest of an epoch is dropped
 
     def init(key):
         variables = dict(model.init(key, jnp.zeros((1, 32, 32, 3)), train=False))
@@ -46,15 +42,16 @@ def make_task(args: argparse.Namespace, data: Sequence[np.ndarray]) -> Task:
     def loss(params, batch, key, model_state=None):
         images, labels = batch
         variables = {"params": params} | ({} if model_state is None else {"batch_stats": model_state})
-        with whole_batch_norm(args):
+        with training.whole_batch_norm(args):
             logits, updated = model.apply(variables, images, train=True, mutable=["batch_stats"], rngs={"dropout": key})
         mean = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return mean if model_state is None else (mean, updated["batch_stats"])
 
-    def batches(epoch, first=0):
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(images))[: steps * size]
-        for chosen in order.reshape(steps, size)[first:]:
-            yield images[chosen], labels[chosen]
+    def batches(first):
+        for epoch in range(first // steps, args.epochs):
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(images))[: steps * size]
+            for chosen in order.reshape(steps, size)[max(first - epoch * steps, 0) :]:
+                yield images[chosen], labels[chosen]
 
     def prepare(key, batch):
         images, labels = batch
@@ -71,12 +68,35 @@ def make_task(args: argparse.Namespace, data: Sequence[np.ndarray]) -> Task:
         correct = sum(int(count_correct(params, model_state, test_images[part], test_labels[part])) for part in parts)
         return {"accuracy": correct / len(test_images)}
 
-    return Task(init, loss, steps, batches, prepare, evaluate)
+    return training.Task(init, loss, steps, batches, evaluate, prepare)
+
+
+def train(args: argparse.Namespace, data: ImageData) -> dict[str, Any]:
+    """Train from the start, or from the last checkpoint on. Returns the content of result.json."""
+    mesh = training.use_devices(args.workers)
+    task = make_task(args, data)
+    step, state = training.make_step(task, args, mesh)
+    prepare, keys = training.prepare_on_workers(task.prepare, mesh), jax.random.key(args.seed + 2)
+    parameters, total = training.count(state.params), args.epochs * task.steps
+    print(f"{parameters:,} parameters, {args.workers} workers x {args.batch}, {total} steps")
+
+    with Checkpoints(args.out / "checkpoints", settings_of(args) | {"steps": task.steps}) as checkpoints:
+        state, done, rows = checkpoints.start(state, args.resume)
+        log = Log(args, total, rows)
+        for number, batch in enumerate(training.place_batches(task.batches(done), mesh), done):
+            begin = time.perf_counter()
+            state, metrics = step(state, prepare(jax.random.fold_in(keys, number), batch))
+            log.add_step(state, metrics, begin)
+            if log.done % task.steps == 0:
+                log.end_epoch(task.evaluate(*training.on_host(state)))
+            if log.done % (args.checkpoint_every or task.steps) == 0 or log.done == total:
+                checkpoints.save(log.done, state, log.rows)
+    return log.finish(parameters)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(__doc__)
     count = above_zero(int)
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10, see above")
     parser.add_argument("--out", type=Path, default=Path("runs/cifar10"), help="folder for curves and checkpoints")
@@ -84,24 +104,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=count, help="features of its first layer")
     parser.add_argument("--images", type=count, help="train only on this many images")
     add_training(parser, workers=8, batch=64, epochs=6, learning_rate=2e-3)
-    args = parser.parse_args(arguments)
-    check_training(parser, args)
-    if args.model == "cnn" and (args.width or 8) % 8:
-        parser.error(f"--width {args.width} must be a multiple of 8, the groups of the normalisation")
-    return args
-
-
-def load_data(args: argparse.Namespace) -> Sequence[np.ndarray]:
-    """Training images, their labels, test images, their labels."""
-    load = partial(load_folder, size=32) if (args.data / "train").is_dir() else load_cifar10
-    images, labels, *test = load(args.data)
-    return [images[: args.images], labels[: args.images], *test]
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run the command."""
     args = parse_options()
-    result = train(make_task(args, load_data(args)), args)
+    images, labels, *test = load_cifar10(args.data)
+    result = train(args, (images[: args.images], labels[: args.images], *test))
     last = result["epochs"][-1]
     print(
         f"test accuracy {100 * last['accuracy']:.2f} %, compression ratio {result['compression_ratio']:.1f}, "

@@ -13,7 +13,6 @@ and bytes sent, and writes a plot (digits.png) and all curves (digits.json).
 import argparse
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -21,18 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
-import sklearn
-from common.cli import Parser, above_zero, make_folder, run_command
+from common.cli import Parser, above_zero, aligned, progress_bar, run_command
 from common.images import ImageData, load_digits
+from common.log import made_with, two_panels
 from matplotlib.ticker import StrMethodFormatter
-from tqdm import tqdm
 
 import gcjax
 
@@ -104,7 +100,8 @@ def train(name: str, step: Any, seed: int, data: ImageData, args: argparse.Names
     rng = np.random.default_rng(seed)
     curves = ("loss", "sent", "wire_bytes", "dense_bytes", "seconds", "test_accuracy")
     run: Run = {"method": name, "seed": seed} | {curve: [] for curve in curves}
-    with tqdm(total=args.epochs * steps, desc=f"{name}, seed {seed}", unit="step", leave=False, disable=None) as bar:
+    described, total = f"{name}, seed {seed}", args.epochs * steps
+    with progress_bar(total=total, desc=described, unit="step", leave=False, disable=None) as bar:
         for _ in range(args.epochs):
             for chosen in rng.permutation(len(train_images))[: steps * batch].reshape(steps, batch):
                 begin = time.perf_counter()
@@ -163,14 +160,13 @@ def table(runs: list[Run], parameters: int) -> str:
         gap = f"{median(name, 'accuracy') - median('dense', 'accuracy'):+.2f}" if "dense" in grouped else "-"
         numbers = [cell(name, key, 1) for key in ("compression", "wire", "kilobytes")]
         rows.append((name, cell(name, "accuracy", 2), gap, *numbers, f"{median(name, 'milliseconds'):.1f}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return aligned(rows)
 
 
 def plot(runs: list[Run], parameters: int, args: argparse.Namespace, path: Path) -> None:
     """Plot accuracy against bytes, and compression against steps."""
     steps = len(runs[0]["sent"]) // args.epochs
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    figure, left, right = two_panels()
     for i, (name, group) in enumerate(by_method(runs).items()):
         style = {"color": COLOURS[i % len(COLOURS)], "label": name}
         marks = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "markevery": max(args.epochs // 10, 1)}
@@ -194,15 +190,12 @@ def plot(runs: list[Run], parameters: int, args: argparse.Namespace, path: Path)
     figure.legend(handles=left.lines, loc="outside lower center", ncols=5, frameon=False)
     for axis in (left.xaxis, right.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    for panel in (left, right):
-        panel.grid(which="major", alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, ImageData]:
     """Parse the command line, or these arguments; return the options and the data."""
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(__doc__)
     count, real = above_zero(int), above_zero(float)
     parser.add_argument("--workers", type=count, default=8, help="workers, each a virtual CPU device; at least 2")
     parser.add_argument("--epochs", type=count, default=40, help="passes over the 1,437 training images")
@@ -227,13 +220,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> tuple[argparse.Name
         parser.error(
             f"--workers {args.workers} times --batch {args.batch} is more than the {len(data[0])} training images"
         )
-    make_folder(args.out)
     return args, data
 
 
 def main() -> None:
     """Run the command."""
     args, data = parse_options()
+    args.out.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = jax.make_mesh((args.workers,), ("data",))
@@ -241,7 +234,6 @@ def main() -> None:
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(sizes))
     steps = args.epochs * (len(data[0]) // (args.workers * args.batch))
     print(f"{parameters:,} parameters, {args.workers} workers, batch {args.workers} x {args.batch}, {steps} steps")
-    plt.switch_backend("Agg")  # draws without a display
     runs = []
     begin = time.perf_counter()
     for name, compressor in compressors(args).items():
@@ -251,17 +243,9 @@ def main() -> None:
             runs.append(train(name, step, seed, data, args))
             print(f"{name}, seed {seed}: test accuracy {100 * runs[-1]['test_accuracy'][-1]:.2f} %", flush=True)
     seconds = time.perf_counter() - begin
-    versions = {module.__name__: module.__version__ for module in (gcjax, jax, flax, optax, np, sklearn)}
-    record = {
-        "settings": {**vars(args), "out": str(args.out)},
-        "versions": {"python": platform.python_version(), **versions},
-        "machine": platform.machine(),
-        "parameters": parameters,
-        "seconds": seconds,
-        "runs": runs,
-    }
+    record = {"settings": vars(args), **made_with(), "parameters": parameters, "seconds": seconds, "runs": runs}
     picture, curves = args.out / "digits.png", args.out / "digits.json"
-    curves.write_text(json.dumps(record))
+    curves.write_text(json.dumps(record, default=str))
     plot(runs, parameters, args, picture)
     print(f"\n{table(runs, parameters)}\n\nTook {seconds:.0f} s. Plot: {picture}   Curves and settings: {curves}")
     print("Virtual devices on one machine show bytes and accuracy, not speed: here nothing crosses a network.")

@@ -14,24 +14,21 @@ the models is tested. Prints a table of accuracy or loss and bits sent, and writ
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from common.cli import Parser, Problem, above_zero, make_folder, run_command
+from common.cli import Parser, Problem, above_zero, aligned, progress_bar, run_command
 from common.images import load_cifar10, load_digits
+from common.log import made_with, two_panels
 from common.training import use_devices
 from common.workloads import Workload, image_workload, text_workload
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
-from tqdm import tqdm
 
 import gcjax
 from gcjax import gossip
@@ -78,12 +75,6 @@ ALGORITHMS = {
         "SparseLoCo, mean of all",
         lambda args, key: local_sgd(args, compressor=sparse_loco(average="workers")),
     ),
-    "local-variance": (
-        "local SGD, variance",
-        lambda args, key: local_sgd(
-            args, compressor=gcjax.variance_compress(density=0.04, feedback=True, axis_name="data")
-        ),
-    ),
     "muloco": (  # with --optimiser muon
         "MuLoCo",
         lambda args, key: local_sgd(
@@ -124,23 +115,9 @@ def batches(rng: np.random.Generator, parts: np.ndarray, size: int) -> np.ndarra
     return order.reshape(workers, -1, size).swapaxes(0, 1).reshape(-1, workers * size)
 
 
-class Prepared(NamedTuple):
-    """A training before its first step.
-
-    Attributes:
-      step: the training step.
-      state: what it begins with.
-      order: order(epoch) -> int[steps, workers * size], the samples of each batch.
-      place: place(numbers) -> the batch of these samples, on the devices.
-    """
-
-    step: Any
-    state: gcjax.TrainState
-    order: Callable[[int], np.ndarray]
-    place: Callable[[np.ndarray], tuple[jax.Array, ...]]
-
-
-def prepare(name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> Prepared:
+def prepare(
+    name: str, seed: int, workload: Workload, args: argparse.Namespace, mesh: jax.sharding.Mesh
+) -> tuple[Any, gcjax.TrainState, Callable[[int], np.ndarray], Callable[[np.ndarray], tuple[jax.Array, ...]]]:
     """Make a training.
 
     Args:
@@ -149,6 +126,10 @@ def prepare(name: str, seed: int, workload: Workload, args: argparse.Namespace, 
       workload: what is trained.
       args: the options.
       mesh: the workers.
+
+    Returns:
+      The training step; the state to begin with; order(epoch) -> int[steps, workers * size], the samples of each batch;
+      place(numbers) -> the batch of these samples, on the devices.
     """
     count = len(workload.samples[0])
     own = count // args.workers
@@ -166,7 +147,7 @@ def prepare(name: str, seed: int, workload: Workload, args: argparse.Namespace, 
     def place(numbers):
         return jax.device_put(tuple(x[numbers] for x in workload.samples), over_workers)
 
-    return Prepared(step, state, order, place)
+    return step, state, order, place
 
 
 def train(
@@ -181,7 +162,7 @@ def train(
     rows = []
     title, decimals = FIGURES[workload.figure]
     described = f"{ALGORITHMS[name][0]}, seed {seed}"
-    with tqdm(total=args.epochs * len(order(0)), desc=described, unit="step", leave=False, disable=None) as bar:
+    with progress_bar(total=args.epochs * len(order(0)), desc=described, unit="step", leave=False, disable=None) as bar:
         for epoch in range(args.epochs):
             losses = []
             for numbers in order(epoch):
@@ -240,14 +221,12 @@ def table(runs: list[dict], figure: str) -> str:
                 f"{median('repeated'):g}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in lines)
+    return aligned(lines)
 
 
 def plot(runs: list[dict], shown: str, args: argparse.Namespace, path: Path) -> None:
     """Plot accuracy or loss against bits, and against steps."""
-    plt.switch_backend("Agg")  # draws without a display
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
+    figure, left, right = two_panels(sharey=True)
     for name, group in grouped(runs).items():
         colour = COLOURS[list(ALGORITHMS).index(name)]
         scores = np.array([[row[shown] for row in epochs] for epochs in group])
@@ -265,15 +244,12 @@ def plot(runs: list[dict], shown: str, args: argparse.Namespace, path: Path) -> 
     right.set(xlabel="step")
     left.set_title(f"{args.workers} workers" + (f", median and range of {args.seeds} seeds" * (args.seeds > 1)))
     figure.legend(handles=left.lines, loc="outside lower center", ncols=6, frameon=False)
-    for panel in (left, right):
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(__doc__)
     count, real = above_zero(int), above_zero(float)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", type=Path, help="folder with CIFAR-10, as for cifar10.py; digits without it")
@@ -313,7 +289,7 @@ def main() -> None:
     count = len(workload.samples[0])
     if args.workers * args.batch > count:
         raise Problem(f"--workers {args.workers} times --batch {args.batch} is more than the {count} training samples")
-    make_folder(args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     mesh = use_devices(args.workers)
     runs = []
     for name in args.algorithms:
@@ -321,14 +297,8 @@ def main() -> None:
             runs.append(train(name, seed, workload, args, mesh))
             reached, (title, decimals) = runs[-1]["epochs"][-1][workload.figure], FIGURES[workload.figure]
             print(f"{ALGORITHMS[name][0]}, seed {seed}: {title} {reached:.{decimals}f}", flush=True)
-    versions = {module.__name__: module.__version__ for module in (gcjax, jax, flax, optax, np)}
-    record = {
-        "settings": vars(args) | {"data": str(args.data), "text": str(args.text), "out": str(args.out)},
-        "versions": {"python": platform.python_version(), **versions},
-        "machine": f"{platform.machine()}, {jax.default_backend()}",
-        "runs": runs,
-    }
-    (args.out / "gossip.json").write_text(json.dumps(record, indent=1))
+    record = {"settings": vars(args), **made_with(), "runs": runs}
+    (args.out / "gossip.json").write_text(json.dumps(record, indent=1, default=str))
     plot(runs, workload.figure, args, args.out / "gossip.png")
     print(f"\n{table(runs, workload.figure)}\n\nPlot: {args.out / 'gossip.png'}   Curves: {args.out / 'gossip.json'}")
 

@@ -1,8 +1,8 @@
 """One training script for one machine or many: digits, data parallel, with compressed gradients.
 
 Every machine runs this same script; JAX joins the processes, and the mesh has the devices of all of them. Each process
-loads only its own workers' images. Process 0 prints. If a process dies, the others print so and stop. With --out, which
-all machines must share, training goes on from the last checkpoint with --resume; SIGTERM to any process saves one.
+loads only its own workers' images. Process 0 prints. If a process dies, the others end too, within half a minute. With
+--out, which all machines must share, training goes on from the last checkpoint with --resume.
 
     python examples/multihost.py                    # one process, to try the script
     python examples/multihost.py --local 2          # two processes on this machine's CPU
@@ -13,7 +13,6 @@ all machines must share, training goes on from the last checkpoint with --resume
 """
 
 import argparse
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -26,8 +25,8 @@ import jax
 import numpy as np
 import optax
 from common import launch
-from common.checkpoints import Checkpoints, make_record, settings_of
-from common.cli import Parser, Problem, Stopped, above_zero, progress_bar, seed
+from common.checkpoints import Checkpoints
+from common.cli import Parser, Problem, above_zero, from_zero, progress_bar, run_command
 from common.images import load_digits
 from common.mlp import Params, init_params, logits, loss_fn
 from jax.experimental import multihost_utils
@@ -41,6 +40,7 @@ METHODS = {
     "top_k": lambda args: gcjax.top_k_compress(args.density, axis_name="data"),
     "variance": lambda args: gcjax.variance_compress(alpha=args.alpha, axis_name="data"),
 }
+SETTINGS = ("method", "alpha", "density", "steps", "batch", "learning_rate", "seed", "checkpoint_every")
 
 # Below, only `own`, the batches and `hash_of_all` depend on the number of processes.
 
@@ -81,30 +81,21 @@ def train(args: argparse.Namespace) -> None:
     """Train, once the processes are joined; process 0 prints a table."""
     workers, is_first = jax.device_count(), jax.process_index() == 0
     mesh = jax.make_mesh((workers,), ("data",))
-    devices = collections.Counter(device.process_index for device in mesh.devices.flat)
-    if len(set(devices.values())) > 1:
-        counts = [devices[process] for process in sorted(devices)]
-        raise RuntimeError(f"the processes do not agree: they have {counts} devices. Give all the same number")
     own = [worker for worker, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
     shards, test = load_shards(own, workers)
-    if args.batch > (most := min(len(images) for images, _ in shards)):
-        raise Problem(f"--batch {args.batch} is more than the {most} training images of one of {workers} workers")
+    settings = {"workers": workers} | {name: getattr(args, name) for name in SETTINGS}
+    gcjax.check_agreement(mesh, settings=settings, resume=args.resume)
 
     tx = optax.chain(METHODS[args.method](args), optax.adam(args.learning_rate))
     step = gcjax.make_train_step(loss_fn, tx, mesh, axis_name="data")
-    state = step.init(init_params(jax.random.key(args.seed)))  # with unequal seeds the first step raises
-    gcjax.check_agreement(mesh, steps=args.steps, checkpoints=[bool(args.out), args.checkpoint_every, args.resume])
+    state = step.init(init_params(jax.random.key(args.seed)))
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
     seconds, done, sent = [], 0, {"wire": 0.0, "dense": 0.0}  # bytes
     with contextlib.ExitStack() as stack:
-        checkpoints = None
-        if args.out:
-            checkpoints = stack.enter_context(Checkpoints(args.out))
-            state, record = checkpoints.start(state, args)
-            if record:
-                done, sent = record["done"], record["sent"]
-                if done > args.steps:
-                    raise Problem(f"--resume: the checkpoint is of step {done}, past the end of --steps {args.steps}")
+        checkpoints = stack.enter_context(Checkpoints(args.out, settings)) if args.out else None
+        if checkpoints:
+            state, done, record = checkpoints.start(state, args.resume)
+            sent = record or sent
         bar = stack.enter_context(progress_bar(initial=done, total=args.steps, unit="step", disable=not is_first))
         for batch in itertools.islice(batches(shards, own, args.batch, args.seed), done, args.steps):
             begin = time.perf_counter()
@@ -112,24 +103,17 @@ def train(args: argparse.Namespace) -> None:
             state, metrics = step(state, placed)
             loss = float(metrics.loss.addressable_shards[0].data[0])  # of one worker; waits for the step
             seconds.append(time.perf_counter() - begin)
-            launch.step_finished()
             info, done = gcjax.info(state.opt_state), done + 1
             sent = {"wire": sent["wire"] + info.wire_bytes, "dense": sent["dense"] + info.wire_ratio * info.wire_bytes}
             bar.set_postfix(loss=f"{loss:.3f}", wire_ratio=f"{info.wire_ratio:.1f}", refresh=False)
             bar.update()
-            # After SIGTERM to any process, all of them stop after the same step.
-            stop = checkpoints.should_stop() if checkpoints else multihost_utils.reached_preemption_sync_point(done)
-            if checkpoints and (stop or done % args.checkpoint_every == 0):
-                checkpoints.save(done, state, make_record(state, settings_of(args), done=done, sent=sent))
-            if stop:
-                saved = ", which is saved; --resume goes on from there" if checkpoints else ""
-                raise Stopped(f"SIGTERM: ended after step {done}{saved}")
+            if checkpoints and (done % args.checkpoint_every == 0 or done == args.steps):
+                checkpoints.save(done, state, sent)
 
     params = jax.device_get(state.params)  # each process has all of them
     digest = hash_of_all(params)
     if is_first:
         correct = np.argmax(logits(params, test[0]), axis=-1) == test[1]
-        ratio = sent["dense"] / max(sent["wire"], 1)
         row = {
             "method": args.method,
             "processes": jax.process_count(),
@@ -137,7 +121,7 @@ def train(args: argparse.Namespace) -> None:
             "steps": args.steps,
             "test accuracy %": f"{100 * correct.mean():.2f}",
             "wire bytes/step/worker": f"{sent['wire'] / args.steps:,.0f}",
-            "wire ratio": f"{ratio:.1f}" if workers > 1 else "-",
+            "wire ratio": f"{sent['dense'] / max(sent['wire'], 1):.1f}" if workers > 1 else "-",
             "ms/step": f"{1e3 * np.median(seconds):.1f}" if seconds else "-",
         }
         print("  ".join(name.rjust(len(str(value))) for name, value in row.items()))
@@ -156,10 +140,11 @@ def hash_of_all(params: Params) -> str:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or these arguments."""
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(__doc__)
     count, real = above_zero(int), above_zero(float)
     launch.add_options(parser)
-    cpus = "virtual CPU devices of each process, each a worker; 1 with --local; without it all devices that JAX finds"
+    parser.add_argument("--local", type=count, metavar="N", help="run N processes on this machine's CPU, a device each")
+    cpus = "virtual CPU devices of each process, each a worker; without it all devices that JAX finds"
     parser.add_argument("--devices-per-process", type=count, metavar="D", help=cpus)
     parser.add_argument("--method", choices=METHODS, default="variance", help="how gradients are exchanged")
     parser.add_argument("--alpha", type=real, default=1.5, help="criterion of variance")
@@ -167,33 +152,29 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=300, help="training steps")
     parser.add_argument("--batch", type=count, default=32, help="images per worker and step")
     parser.add_argument("--learning-rate", type=real, default=2e-3, help="of Adam")
-    parser.add_argument("--seed", type=seed, default=0, help="of the parameters and batches, the same for all")
+    parser.add_argument("--seed", type=from_zero(int), default=0, help="of the parameters and batches")
     parser.add_argument("--out", type=Path, help="folder for checkpoints; without it there are none")
-    parser.add_argument(
-        "--checkpoint-every", type=count, default=100, metavar="STEPS", help="steps between checkpoints"
-    )
+    text = "steps between checkpoints"
+    parser.add_argument("--checkpoint-every", type=count, default=100, metavar="STEPS", help=text)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    text = "with --resume: options that may differ from those of the checkpoint, for example: --allow steps"
-    parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help=text)
     args = parser.parse_args(arguments)
     launch.check_options(parser, args)
     if args.resume and not args.out:
         parser.error("--resume needs --out, the folder with the checkpoints")
-    if args.allow and not args.resume:
-        parser.error("--allow names what may differ from a checkpoint: it needs --resume")
-    if args.local and not args.devices_per_process:
-        args.devices_per_process = 1
     return args
 
 
-def main() -> int:
+def main() -> int | None:
     """Run the command; return the exit status."""
     args = parse_options()
-    if args.devices_per_process:
+    if args.local and not args.coordinator:
+        return launch.run_locally(args.local)
+    if args.local or args.devices_per_process:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.devices_per_process)
-    return launch.run(args, train)
+        jax.config.update("jax_num_cpu_devices", args.devices_per_process or 1)
+    launch.connect(args)
+    return train(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -36,7 +36,7 @@ UNBIASED = ("qsgd",)  # keep nothing of what they do not send
 
 
 def _variance(transport: str, axis: str) -> optax.GradientTransformationExtraArgs:
-    return gcjax.variance_compress(1.0, feedback=True, transport=transport, axis_name=axis)
+    return gcjax.variance_compress(1.0, threshold=0.5, transport=transport, axis_name=axis)
 
 
 class Check(NamedTuple):

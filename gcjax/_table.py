@@ -84,8 +84,7 @@ METHODS: dict[str, MethodRow] = {
     ),
     "variance": MethodRow(
         methods.variance_compress,
-        "`variance_compress(alpha=0.5)` | 1.6 per sent entry at 1/100 | yes (`feedback=True`: rounding too) | "
-        "Tsuzuku et al. 2018",
+        "`variance_compress(alpha=0.5)` | 1.6 per sent entry at 1/100 | yes | Tsuzuku et al. 2018",
         {"variance": _variance("all_gather"), "variance (two_phase)": _variance("two_phase")},
         sparse=True,
         squares=True,

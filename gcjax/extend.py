@@ -1,24 +1,26 @@
-"""Everything that a method of your own needs. The methods of gcjax use the same names.
+"""Everything that a method of your own needs.
 
 A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax transform of
 it. Most methods need less than that:
 
+- a method that works on the plain array of one leaf is a pair `compress`, `decompress` for `leaf_codec`;
 - a method that sends a code of every entry is a pair `encode`, `decode` for `dense_codec`;
 - a method that sends the entries it selects is a function `select` for `sparse_method`;
 - a sparse method with state or a value code of its own uses `SparseState`, `Message` and `exchange`;
 - any other method uses the collectives of `Comm` directly.
 
 Every method is under the laws that `Compressor` states: bit-equal updates on all workers, NaN everywhere and an
-unchanged state where `all_finite` is False, and a report that says what was sent.
+unchanged state where `go` is False, and a report that says what was sent.
 """
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, EmptyState, SendReport, dense_report
+from gcjax._core.compressor import Compressor, EmptyState, SendReport, StepInput, StepResult, dense_report
 from gcjax._core.mixing import Mixing
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState
 from gcjax._core.transform import compress
 from gcjax._dense.codec import CodecState, dense_codec, gather_mean, parameters_only
+from gcjax._dense.leaf import LeafState, leaf_codec
 from gcjax._dense.parts import add_decoded, goes_through_owners
 from gcjax._kernels.bits import pack_mask, pack_planes, pack_uint, unpack_mask, unpack_planes, unpack_uint
 from gcjax._kernels.buckets import Bucket, Segment
@@ -51,6 +53,7 @@ __all__ = [
     "EmptyState",
     "Exchanged",
     "Groups",
+    "LeafState",
     "Message",
     "Mixing",
     "PerWorker",
@@ -58,6 +61,8 @@ __all__ = [
     "Segment",
     "SendReport",
     "SparseState",
+    "StepInput",
+    "StepResult",
     "TakeIn",
     "TransportState",
     "ValueCode",
@@ -80,6 +85,7 @@ __all__ = [
     "gather_mean",
     "goes_through_owners",
     "hash_bits",
+    "leaf_codec",
     "leaf_groups",
     "pack_mask",
     "pack_planes",

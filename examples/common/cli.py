@@ -1,10 +1,9 @@
-"""What all command lines share: one-line errors, bounded numbers. Without JAX, so that launchers start at once."""
+"""What all command lines share: one-line errors, bounded numbers, progress bars, tables. It does not import JAX."""
 
 import argparse
 import math
-import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,35 +13,27 @@ Number = TypeVar("Number", int, float)
 
 
 class Problem(Exception):
-    """An error that the user can fix. Its message is one line.
-
-    Attributes:
-      status: exit status for it.
-    """
-
-    status = 2
-
-
-class Stopped(Problem):
-    """SIGTERM came, and training has ended in good order."""
-
-    status = 128 + signal.SIGTERM
+    """An error that the user can fix. Its message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose help shows the defaults."""
+
+    def __init__(self, doc: str):
+        """Make a parser for the script with this docstring, whose first paragraph becomes the description."""
+        super().__init__(description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command to its end; return its exit status. What the user can mend is one line, and so is Ctrl-C."""
+    """Run a command and return its exit status. A `Problem`, a file error or Ctrl-C ends it with one line."""
     try:
         return command() or 0
     except Problem as problem:
-        status, message = problem.status, str(problem)
-    except OSError as error:  # of a file that cannot be read or written
+        status, message = 2, str(problem)
+    except OSError as error:
         status, message = 1, str(error)
     except KeyboardInterrupt:
         status, message = 130, "interrupted"
@@ -50,49 +41,37 @@ def run_command(command: Callable[[], int | None]) -> int:
     return status
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder for results. Raises Problem if it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"--out: cannot make the folder {str(folder)!r} ({error.strerror})") from None
-
-
 def above_zero(number: type[Number]) -> Callable[[str], Number]:
     """A parser of finite numbers above zero, whole ones where `number` is int."""
+    return _bounded(number, lambda value: 0 < value < math.inf, "above 0")
 
+
+def from_zero(number: type[Number]) -> Callable[[str], Number]:
+    """A parser of finite numbers of zero or above, whole ones where `number` is int."""
+    return _bounded(number, lambda value: 0 <= value < math.inf, "of 0 or above")
+
+
+def _bounded(number: type[Number], fits: Callable[[Number], bool], bound: str) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
         try:
             value = number(text)
         except ValueError:
-            value = number(0)
-        if not 0 < value < math.inf:
+            value = number(-1)
+        if not fits(value):
             kind = "a whole number" if number is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {kind} above 0, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {kind} {bound}, got {text!r}")
         return value
 
     return parse
-
-
-def from_zero(text: str) -> float:
-    """Parse a finite number, 0 or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or above, got {text!r}")
-    return value
-
-
-def seed(text: str) -> int:
-    """Parse a whole number of 32 bits, 0 or above."""
-    if not (text.isdecimal() and int(text) < 1 << 32):
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {(1 << 32) - 1}, got {text!r}")
-    return int(text)
 
 
 def progress_bar(**options: Any) -> tqdm:
     """A bar on stdout; a line every 30 seconds where that is no terminal, for logs."""
     seconds = 0.1 if sys.stdout.isatty() else 30.0
     return tqdm(file=sys.stdout, mininterval=seconds, maxinterval=max(seconds, 10.0), **options)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)

@@ -1,8 +1,7 @@
-"""Curves, checkpoints and the plot of a training run."""
+"""The curves of a training run: progress bar, tables, result and plot."""
 
 import argparse
 import csv
-import io
 import json
 import math
 import platform
@@ -17,192 +16,143 @@ import numpy as np
 import optax
 
 import gcjax
-from common.checkpoints import Checkpoints, json_value, make_record, settings_of
-from common.cli import Problem, Stopped, make_folder
+from common.cli import Problem, progress_bar
 
-RESIZING = {"workers", "batch", "images", "context"}  # options that may change the number of steps of an epoch
+Rows = dict[str, list[dict[str, Any]]]
 TOTALS = ("sent", "wire_bytes", "dense_bytes", "payload_bits")
+NOT_SETTINGS = {"data", "text", "out", "resume", "coordinator", "process", "auto"}
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what is computed: all but those of where data, results and processes are."""
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
 class Log:
-    """Curves and checkpoints of a run, in the folder `args.out`. Only process 0 writes the curves.
-
-    The curves belong to the checkpoints: each has all rows up to its step, and the CSV files are written from them.
+    """The curves of a run, in the folder `args.out`. With several processes only the first one shows and writes them.
 
     Attributes:
       rows: the rows of steps.csv and epochs.csv so far.
-      totals: of what a worker sent since the start.
-      shown: the last score, for the progress bar.
+      done: number of steps so far.
     """
 
-    def __init__(self, args: argparse.Namespace, steps: int):
-        """Open the folder.
+    def __init__(self, args: argparse.Namespace, total: int, rows: Rows | None):
+        """Begin.
 
         Args:
           args: the options of `common.options.add_training`, and `out`.
-          steps: number of steps of an epoch.
+          total: number of steps of the run.
+          rows: those of the part that was done before, or None.
+        """
+        self.args, self.rows, self.is_first = args, rows or {"steps": [], "epochs": []}, jax.process_index() == 0
+        self.done, self.shown = len(self.rows["steps"]), {}
+        self.bar = progress_bar(total=total, initial=self.done, unit="step", disable=not self.is_first)
+
+    def add_step(self, state: gcjax.TrainState, metrics: gcjax.Metrics, begin: float) -> None:
+        """Wait for a step that began at the time `begin`, and add its row. The loss is of this process's workers.
 
         Raises:
-          Problem: it cannot be made.
+          Problem: the loss is not finite.
         """
-        self.args, self.out, self.steps = args, Path(args.out), steps
-        self.totals = dict.fromkeys(TOTALS, 0.0)
-        self.shown: dict[str, str] = {}
-        self.rows: dict[str, list[dict]] = {"steps": [], "epochs": []}
-        make_folder(self.out)
-        self.checkpoints = Checkpoints(self.out / "checkpoints")
-
-    def __enter__(self) -> "Log":
-        self.checkpoints.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.checkpoints.__exit__(*error)
-
-    def start(self, state: gcjax.TrainState) -> tuple[int, int, gcjax.TrainState]:
-        """Epoch, number of the step in it, and the state to begin with: with `--resume` those of the last checkpoint.
-
-        Raises:
-          Problem: there is no checkpoint, or an unwanted one, or one of another or a longer run.
-        """
-        state, record = self.checkpoints.start(state, self.args)
-        if record is None:
-            return 0, 0, state
-        if record["steps"] != self.steps and not RESIZING & {name.lstrip("-") for name in self.args.allow}:
-            raise Problem(
-                f"--resume: the checkpoint is of a run with {record['steps']} steps in an epoch, and here are "
-                f"{self.steps}: these are other data"
-            )
-        if record["epoch"] + (record["number"] > 0) > self.args.epochs:
-            raise Problem(f"--resume: the checkpoint is past the end of --epochs {self.args.epochs}")
-        self.totals, self.shown, self.rows = record["totals"], record["shown"], record["rows"]
-        # If --allow has changed the number of steps, go on after the same share of the epoch.
-        return record["epoch"], record["number"] * self.steps // record["steps"], state
-
-    def add_step(self, epoch: int, state: gcjax.TrainState, metrics: gcjax.Metrics, begin: float) -> dict[str, Any]:
-        """Wait for a step that began at the time `begin`, and return its row. The loss is of this process's workers."""
         loss = float(np.mean([shard.data[0] for shard in metrics.loss.addressable_shards]))  # waits for the step
-        seconds = time.perf_counter() - begin
-        sent = gcjax.info(state.opt_state)
-        entries = float(sent.sent.mean())
-        self.totals["sent"] += entries
-        self.totals["wire_bytes"] += sent.wire_bytes
-        if sent.wire_bytes:  # otherwise the ratio is of nothing
-            self.totals["dense_bytes"] += sent.wire_ratio * sent.wire_bytes
-        self.totals["payload_bits"] += float(sent.payload_bits.mean())
+        seconds, sent = time.perf_counter() - begin, gcjax.info(state.opt_state)
+        self.done += 1
         row = {
-            "step": int(state.step),
-            "epoch": epoch,
+            "step": self.done,
             "loss": loss,
-            "sent": entries,
+            "sent": float(sent.sent.mean()),
             "overflow": float(sent.overflow.mean()),
             "compression_ratio": sent.compression_ratio,
             "wire_bytes": sent.wire_bytes,
+            "dense_bytes": sent.wire_ratio * sent.wire_bytes if sent.wire_bytes else 0.0,  # of a float32 ring
+            "payload_bits": float(sent.payload_bits.mean()),
             "residual_norm": float(sent.residual_norm.mean()),
             "seconds": seconds,
         }
         self.rows["steps"].append(row)
-        return row
+        shown = {"loss": f"{loss:.3f}", "compression": f"{sent.compression_ratio:.0f}"} | self.shown
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        if not math.isfinite(loss):
+            raise Problem(f"the loss is {loss} in step {self.done}: training has diverged; lower the --learning-rate")
 
-    def end_epoch(self, epoch: int, scores: dict[str, float]) -> None:
-        """Add the row of an epoch."""
-        own = [row for row in self.rows["steps"] if row["epoch"] == epoch]
-        loss = float(np.mean([row["loss"] for row in own]))
-        seconds = float(np.sum([row["seconds"] for row in own]))
-        row = {"epoch": epoch, "step": own[-1]["step"], "loss": loss, **scores, **self.totals, "seconds": seconds}
-        self.rows["epochs"].append(row)
+    def end_epoch(self, scores: dict[str, float]) -> None:
+        """Add the row of an epoch. The first score is shown and plotted."""
+        epochs, steps = self.rows["epochs"], self.rows["steps"]
+        own = steps[epochs[-1]["step"] if epochs else 0 :]
+        loss, seconds = float(np.mean([row["loss"] for row in own])), float(np.sum([row["seconds"] for row in own]))
+        row = {"epoch": len(epochs), "step": self.done, "loss": loss, **scores, **self._totals(), "seconds": seconds}
+        epochs.append(row)
         name, score = next(iter(scores.items()))
         self.shown = {name: f"{score:.4f}"}
-
-    def save(self, state: gcjax.TrainState, epoch: int, number: int) -> None:
-        """Save a checkpoint if one is due: after an epoch, after each `--checkpoint-every` steps, after SIGTERM.
-
-        Args:
-          state: after the last step.
-          epoch: of the next step.
-          number: of the next step in it.
-
-        Raises:
-          Stopped: SIGTERM came; the checkpoint is saved.
-          Problem: it cannot be saved.
-        """
-        done = len(self.rows["steps"])
-        stop = self.checkpoints.should_stop()
-        if stop or number == 0 or (self.args.checkpoint_every and done % self.args.checkpoint_every == 0):
-            own = {"epoch": epoch, "number": number, "steps": self.steps, "totals": dict(self.totals)}
-            rows = {name: list(rows) for name, rows in self.rows.items()}
-            record = make_record(state, settings_of(self.args), **own, shown=self.shown, rows=rows)
-            self.checkpoints.save(done, state, record)
-        if stop or number == 0:
-            self._write_curves()
-        if stop:
-            self.checkpoints.wait()
-            raise Stopped(f"SIGTERM: ended after step {done}, which is saved; --resume goes on from there")
+        self._write_curves()
 
     def _write_curves(self) -> None:
-        if jax.process_index() == 0:
+        if self.is_first:
             for name, rows in self.rows.items():
-                text = io.StringIO(newline="")
-                table = csv.DictWriter(text, rows[0] if rows else ())
-                table.writeheader()
-                table.writerows(rows)
-                write(self.out / f"{name}.csv", text.getvalue())
+                with open(self.args.out / f"{name}.csv", "w", newline="") as file:
+                    table = csv.DictWriter(file, rows[0])
+                    table.writeheader()
+                    table.writerows(rows)
+
+    def _totals(self) -> dict[str, float]:
+        return {name: sum(row[name] for row in self.rows["steps"]) for name in TOTALS}
 
     def finish(self, parameters: int) -> dict[str, Any]:
-        """Write result.json and curves.png.
+        """Write result.json and curves.png. (steps.csv and epochs.csv are written after each epoch.)
 
         Args:
           parameters: number of entries of the model.
 
         Returns:
-          What result.json holds.
+          The content of result.json.
         """
-        epochs, steps = self.rows["epochs"], self.rows["steps"]
-        versions = {module.__name__: module.__version__ for module in (gcjax, jax, flax, optax, np)}
+        self.bar.close()
+        totals, steps = self._totals(), self.rows["steps"]
         result = {
-            "settings": {name: json_value(value) for name, value in vars(self.args).items()},
+            "settings": vars(self.args),
             "parameters": parameters,
             "steps": len(steps),
-            "epochs": epochs,
-            "compression_ratio": parameters * len(steps) / self.totals["sent"] if self.totals["sent"] else math.inf,
-            "wire_ratio": self.totals["dense_bytes"] / self.totals["wire_bytes"] if self.totals["wire_bytes"] else 1.0,
+            "epochs": self.rows["epochs"],
+            "compression_ratio": parameters * len(steps) / totals["sent"] if totals["sent"] else math.inf,
+            "wire_ratio": totals["dense_bytes"] / totals["wire_bytes"] if totals["wire_bytes"] else 1.0,
             "ms_per_step": 1e3 * float(np.median([row["seconds"] for row in steps])),
             "cpu_seconds": time.process_time(),
-            "versions": {"python": platform.python_version(), **versions},
-            "machine": f"{platform.machine()}, {jax.default_backend()}",
+            **made_with(),
         }
         self._write_curves()
-        if jax.process_index() == 0:
-            write(self.out / "result.json", json.dumps(result, indent=1))
-            plot(self.rows, f"{self.args.method[0]}, {self.args.optimiser}", self.out / "curves.png")
+        if self.is_first:
+            (self.args.out / "result.json").write_text(json.dumps(result, indent=1, default=str))
+            plot(self.rows, f"{self.args.method[0]}, {self.args.optimiser}", self.args.out / "curves.png")
         return result
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file in one go: it is never cut off, whenever this process ends. Raises Problem if it cannot be."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8", newline="")
-        new.replace(path)
-    except OSError as error:
-        raise Problem(
-            f"cannot write {str(path)!r} ({error.strerror}); --resume goes on from the last checkpoint"
-        ) from None
-
-
-def plot(rows: dict[str, list[dict]], title: str, path: Path) -> None:
+def plot(rows: Rows, title: str, path: Path) -> None:
     """Plot score against bytes, and compression against steps."""
-    plt.switch_backend("Agg")  # draws without a display
     epochs, steps = rows["epochs"], rows["steps"]
     score = list(epochs[0])[3]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, left, right = two_panels()
     left.plot([row["wire_bytes"] / 1e6 for row in epochs], [row[score] for row in epochs], "o-", color="#0072B2")
     left.set(xlabel="sent per worker since the start (MB)", ylabel=score.replace("_", " "))
     left.set_title(title)
     right.plot([row["step"] for row in steps], [row["compression_ratio"] for row in steps], lw=0.8, color="#0072B2")
     right.set(yscale="log", xlabel="step", ylabel="compression ratio (parameters / entries sent)")
-    for panel in (left, right):
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def two_panels(**options: Any) -> tuple[plt.Figure, plt.Axes, plt.Axes]:
+    """A figure with two panels, with the options of `plt.subplots`."""
+    plt.switch_backend("Agg")  # draws without a display
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), layout="constrained", **options)
+    for panel in panels:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure, *panels
+
+
+def made_with() -> dict[str, Any]:
+    """Versions and machine, for a result file."""
+    versions = {module.__name__: module.__version__ for module in (gcjax, jax, flax, optax, np)}
+    machine = f"{platform.machine()}, {jax.default_backend()}"
+    return {"versions": {"python": platform.python_version(), **versions}, "machine": machine}

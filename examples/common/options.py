@@ -3,7 +3,6 @@
 import argparse
 import ast
 import inspect
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import optax
 
 import gcjax
-from common.cli import Problem, above_zero, from_zero, seed
+from common.cli import Parser, Problem, above_zero, from_zero
 
 MICROBATCHES = 4  # parts of a worker's batch that --squares microbatches looks at
-SCHEDULES = ("halve", "steps", "cosine", "constant")
+SCHEDULES = ("halve", "steps", "cosine")
 MethodChoice = tuple[str, dict[str, Any]]  # name without `_compress`, options
 
 
@@ -44,7 +43,6 @@ def parse_method(text: str) -> MethodChoice:
             raise ValueError
         name = call.func.id
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        json.dumps(options)  # as a checkpoint holds them
     except (SyntaxError, TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"must be like 'top_k(density=0.01)', got {text!r}") from None
     if name not in method_names():
@@ -55,9 +53,7 @@ def parse_method(text: str) -> MethodChoice:
     return name, options
 
 
-def make_compressor(
-    chosen: MethodChoice, axis_name: str | None, steps: int, ahead: int = 0
-) -> optax.GradientTransformationExtraArgs:
+def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> optax.GradientTransformationExtraArgs:
     """Make the transform of a method.
 
     Call it after the number of devices is set: a random key is put on a device.
@@ -67,7 +63,6 @@ def make_compressor(
         option `alpha` of two numbers goes from the first to the second, by the same factor in every step.
       axis_name: mesh axis of the workers, None for a single worker.
       steps: of the run.
-      ahead: by how many steps such an alpha is further than the transform has counted.
 
     Raises:
       Problem: the method rejects its options.
@@ -84,7 +79,7 @@ def make_compressor(
             )
         options = {**options, "key": jax.random.key(options["key"])}
     if isinstance(alpha := options.get("alpha"), tuple):
-        options = {**options, "alpha": later(_geometric(name, alpha, steps), ahead)}
+        options = {**options, "alpha": _geometric(name, alpha, steps)}
     try:
         return make(**options, axis_name=axis_name)
     except (TypeError, ValueError) as error:
@@ -103,16 +98,11 @@ def _factory(name: str) -> Callable[..., optax.GradientTransformationExtraArgs]:
     return getattr(gcjax if hasattr(gcjax, name) else gcjax.contrib, name)
 
 
-def later(schedule: optax.Schedule, ahead: int) -> optax.Schedule:
-    """The schedule, `ahead` steps further than it is asked for."""
-    return (lambda step: schedule(step + ahead)) if ahead else schedule
-
-
 def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_epochs: float = 0.0) -> optax.Schedule:
     """The learning rate of each step.
 
     Args:
-      schedule: "constant"; "cosine", which falls to 0; "halve", by 2 every twelfth of the run, as the paper does every
+      schedule: "cosine", which falls to 0; "halve", by 2 every twelfth of the run, as the paper does every
         25 of 300 epochs; or "steps", by 10 after 3, 6 and 8 ninths, as Goyal et al. 2017 (arXiv 1706.02677) do after
         30, 60 and 80 of 90 epochs.
       peak: the highest rate.
@@ -120,9 +110,7 @@ def learning_rate(schedule: str, peak: float, steps: int, epochs: int, warmup_ep
       epochs: of the run.
       warmup_epochs: epochs in which the rate rises from 0 linearly.
     """
-    if schedule == "constant":
-        rate = optax.constant_schedule(peak)
-    elif schedule == "cosine":
+    if schedule == "cosine":
         rate = optax.cosine_decay_schedule(peak, steps)
     elif schedule == "steps":
         rate = optax.piecewise_constant_schedule(peak, {math.ceil(steps * part / 9): 0.1 for part in (3, 6, 8)})
@@ -150,7 +138,7 @@ def make_optimiser(
 
 
 def add_training(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     *,
     workers: int,
     batch: int,
@@ -160,7 +148,7 @@ def add_training(
     schedule: str = "cosine",
 ) -> None:
     """Add the options of all training examples, with these defaults."""
-    count, real = above_zero(int), above_zero(float)
+    count, real, share = above_zero(int), above_zero(float), from_zero(float)
     text = (
         "how gradients are exchanged, with options: 'variance(alpha=2)', 'qsgd(bits=2)', 'power_sgd(rank=4)', 'dense'; "
         "with 'variance(alpha=(0.1, 2))' alpha grows during the run"
@@ -171,33 +159,17 @@ def add_training(
     parser.add_argument("--workers", type=count, default=workers, help="data-parallel workers, one a device")
     parser.add_argument("--batch", type=count, default=batch, help="samples per worker and step")
     parser.add_argument("--epochs", type=count, default=epochs, help="passes over the training data")
-    parser.add_argument("--optimiser", choices=("adam", "sgd"), default=optimiser, help="what follows the method")
-    text = "at the start; see --schedule"
-    parser.add_argument("--learning-rate", type=real, default=learning_rate, help=text)
-    parser.add_argument(
-        "--momentum", type=from_zero, default=0.9, help="of sgd; 0 for methods with momentum of their own"
-    )
-    parser.add_argument(
-        "--weight-decay", type=from_zero, default=0.0, help="share of weights, not of biases, added to the gradient"
-    )
+    parser.add_argument("--optimiser", choices=("adam", "sgd"), default=optimiser, help="the rule after the method")
+    parser.add_argument("--learning-rate", type=real, default=learning_rate, help="at the start; see --schedule")
+    text = "of sgd; 0 for methods with momentum of their own"
+    parser.add_argument("--momentum", type=share, default=0.9, help=text)
+    text = "share of weights, not of biases, added to the gradient"
+    parser.add_argument("--weight-decay", type=share, default=0.0, help=text)
     parser.add_argument("--schedule", choices=SCHEDULES, default=schedule, help="of the learning rate")
-    parser.add_argument(
-        "--warmup-epochs", type=from_zero, default=0.0, help="over which the learning rate rises from 0"
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="of parameters, batches and augmentation")
+    text = "over which the learning rate rises from 0"
+    parser.add_argument("--warmup-epochs", type=share, default=0.0, help=text)
+    parser.add_argument("--seed", type=from_zero(int), default=0, help="of parameters, batches and augmentation")
     text = "go on from the last checkpoint in --out, with the same options"
     parser.add_argument("--resume", action="store_true", help=text)
-    text = (
-        "with --resume: options that may differ from those of the checkpoint, for example: --allow epochs learning-rate"
-    )
-    parser.add_argument("--allow", nargs="+", default=[], metavar="NAME", help=text)
-    text = "steps between checkpoints; by default there is one after each epoch"
+    text = "steps between checkpoints; those of an epoch if left out"
     parser.add_argument("--checkpoint-every", type=count, metavar="STEPS", help=text)
-
-
-def check_training(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with an error if options of `add_training` contradict each other."""
-    if args.allow and not args.resume:
-        parser.error("--allow names what may differ from a checkpoint: it needs --resume")
-    if args.method[0] == "variance" and args.squares == "microbatches" and args.batch % MICROBATCHES:
-        parser.error(f"--squares microbatches cuts a batch in {MICROBATCHES}: --batch {args.batch} must be a multiple")

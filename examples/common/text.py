@@ -1,4 +1,4 @@
-"""Text files as sequences of characters."""
+"""Text as numbers, for language models of characters."""
 
 from pathlib import Path
 
@@ -8,32 +8,24 @@ from common.cli import Problem
 
 
 def load_text(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """The characters of a UTF-8 file as numbers.
+    """Read a text file.
 
     Args:
-      path: the file.
-      context: characters of a sequence, without the one to predict last.
+      path: a file in UTF-8.
+      context: characters of a sequence.
 
     Returns:
-      The first 90 % of the characters and the last 10 %, int32 numbers in the alphabet, and the sorted alphabet.
+      int32[n], the characters to train on; int32[m], the last tenth, to validate; the alphabet that they number.
 
     Raises:
-      Problem: the file cannot be read, is not UTF-8, or a part is too short for one sequence of `context` + 1.
+      Problem: the file is not UTF-8, or its last tenth is too short for one sequence of `context` + 1.
     """
     try:
         text = path.read_bytes().decode()
-    except OSError as error:
-        raise Problem(f"--text: cannot read {str(path)!r} ({error.strerror}); give any text file in UTF-8") from None
     except UnicodeDecodeError as error:
-        raise Problem(
-            f"--text: {str(path)!r} is not UTF-8 (at byte {error.start}); save it as UTF-8, or give another file"
-        ) from None
-    needed = 10 * (context + 1)
-    if len(text) < needed:
-        found = f"has only {len(text)} characters" if text else "is empty"
-        raise Problem(
-            f"--text: {str(path)!r} {found}; --context {context} needs {needed}, so that a tenth holds one sequence"
-        )
+        raise Problem(f"--text: {str(path)!r} is not UTF-8 (at byte {error.start})") from None
+    if len(text) < 10 * (context + 1):
+        raise Problem(f"--text: {str(path)!r} has only {len(text)} characters; it needs {10 * (context + 1)}")
     alphabet, numbers = np.unique(np.frombuffer(text.encode("utf-32-le"), np.uint32), return_inverse=True)
     numbers, cut = numbers.astype(np.int32), len(text) * 9 // 10
     return numbers[:cut], numbers[cut:], "".join(map(chr, alphabet))

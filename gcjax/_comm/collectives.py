@@ -131,61 +131,70 @@ def sharded_dimensions(spec: jax.sharding.PartitionSpec, axis_names: tuple[str, 
 GATHER_ROWS = 8  # of a gathered message: it is padded to a multiple of as many entries
 
 
-def _on_axes(axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...], inner_workers: int) -> Comm:
-    moved = [0.0]
+class MeshComm(Comm):
+    """The workers along mesh axes."""
 
-    def in_parts(collective, rows, share):
+    def __init__(
+        self, axis_names: tuple[str, ...], size: int, inner_axes: tuple[str, ...] = (), inner_workers: int = 1
+    ) -> None:
+        self.size, self.inner_workers = size, inner_workers
+        self._axes, self._inner_axes, self._moved = axis_names, inner_axes, 0.0
+
+    def rank(self) -> Array:
+        return worker_index(self._axes)
+
+    def max(self, x: Array) -> Array:  # not in parts: it is exact in any order, and of few values
+        self._moved += self._reduced * x.nbytes
+        return lax.pmax(x, self._axes)
+
+    def sum(self, x: Array) -> Array:
+        def total(own):
+            return lax.psum(own, self._axes)
+
+        if self.inner_workers > 1:
+            return self._in_parts(total, x.reshape(1, -1), self._reduced).reshape(x.shape)
+        self._moved += self._reduced * x.nbytes  # in its own shape, which some backends would have to rearrange
+        return total(x)
+
+    def mean(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: self.sum(x) / self.size, tree)  # XLA combines the all-reduces
+
+    def gather(self, x: Array) -> Array:
+        def gathered(own):
+            return _gathered(_in_rows(own), self._axes).reshape(self.size, -1)
+
+        padded = jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (GATHER_ROWS * self.inner_workers))))
+        rows = self._in_parts(gathered, padded, self.size - 1)
+        return rows[:, : x.size].reshape(self.size, *x.shape)
+
+    def all_to_all(self, x: Array) -> Array:
+        def swapped(own):
+            return lax.all_to_all(own, self._axes, split_axis=0, concat_axis=0)
+
+        return self._in_parts(swapped, x.reshape(self.size, -1), (self.size - 1) / self.size).reshape(x.shape)
+
+    def bytes_moved(self) -> float:
+        return self._moved
+
+    def metered(self) -> Callable[[], Comm]:
+        return lambda: MeshComm(self._axes, self.size, self._inner_axes, self.inner_workers)
+
+    @property
+    def _reduced(self) -> float:
+        """The share of an array that a ring all-reduce moves."""
+        return 2 * (self.size - 1) / self.size
+
+    def _in_parts(self, collective: Callable[[Array], Array], rows: Array, share: float) -> Array:
         """`collective` of this inner worker's columns of `rows`, then all columns; a `share` of the bytes is moved."""
-        own = rows if inner_workers == 1 else _own_columns(rows, inner_axes, inner_workers)
-        moved[0] += share * own.nbytes
+        own = rows if self.inner_workers == 1 else _own_columns(rows, self._inner_axes, self.inner_workers)
+        self._moved += share * own.nbytes
         result = collective(own)
-        if inner_workers == 1:
+        if self.inner_workers == 1:
             return result
         # The gather makes the values equal everywhere, even where parts were summed in different orders.
-        parts = _gathered(_in_rows(result), inner_axes).reshape(inner_workers, -1)[:, : result.size]
-        parts = parts.reshape(inner_workers, *result.shape)
+        parts = _gathered(_in_rows(result), self._inner_axes).reshape(self.inner_workers, -1)[:, : result.size]
+        parts = parts.reshape(self.inner_workers, *result.shape)
         return jnp.moveaxis(parts, 0, 1).reshape(len(result), -1)[:, : rows.shape[1]]
-
-    def maximum(x):  # not in parts: it is exact in any order, and of few values
-        moved[0] += 2 * (size - 1) / size * x.nbytes
-        return lax.pmax(x, axis_names)
-
-    def total(x):
-        share = 2 * (size - 1) / size
-        if inner_workers > 1:
-            return in_parts(lambda own: lax.psum(own, axis_names), x.reshape(1, -1), share).reshape(x.shape)
-        moved[0] += share * x.nbytes  # in its own shape, which some backends would have to rearrange
-        return lax.psum(x, axis_names)
-
-    def mean(tree):
-        return jax.tree.map(lambda x: total(x) / size, tree)  # XLA combines the all-reduces
-
-    def gather(x):
-        rows = in_parts(
-            lambda own: _gathered(_in_rows(own), axis_names).reshape(size, -1),
-            jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (GATHER_ROWS * inner_workers)))),
-            size - 1,
-        )
-        return rows[:, : x.size].reshape(size, *x.shape)
-
-    def all_to_all(x):
-        share = (size - 1) / size
-        return in_parts(
-            lambda own: lax.all_to_all(own, axis_names, split_axis=0, concat_axis=0), x.reshape(size, -1), share
-        ).reshape(x.shape)
-
-    return Comm(
-        size=size,
-        rank=lambda: worker_index(axis_names),
-        max=maximum,
-        sum=total,
-        mean=mean,
-        gather=gather,
-        all_to_all=all_to_all,
-        bytes_moved=lambda: moved[0],
-        metered=lambda: lambda: _on_axes(axis_names, size, inner_axes, inner_workers),
-        inner_workers=inner_workers,
-    )
 
 
 def _gathered(rows: Array, axis_names: tuple[str, ...]) -> Array:
@@ -210,25 +219,41 @@ def _own_columns(rows: Array, inner_axes: tuple[str, ...], inner_workers: int) -
     return lax.dynamic_slice_in_dim(padded, worker_index(inner_axes) * width, width, axis=1)
 
 
-def _single_worker() -> Comm:
-    return Comm(
-        size=1,
-        rank=lambda: jnp.int32(0),
-        max=lambda x: x,
-        sum=lambda x: x,
-        mean=lambda x: x,
-        gather=lambda x: x[None],
-        all_to_all=lambda x: x,
-        bytes_moved=lambda: 0.0,
-        metered=lambda: _single_worker,
-    )
+class SingleWorker(Comm):
+    """One worker, which moves nothing."""
+
+    size = 1
+
+    def rank(self) -> Array:
+        return jnp.int32(0)
+
+    def max(self, x: Array) -> Array:
+        return x
+
+    def sum(self, x: Array) -> Array:
+        return x
+
+    def mean(self, tree: PyTree) -> PyTree:
+        return tree
+
+    def gather(self, x: Array) -> Array:
+        return x[None]
+
+    def all_to_all(self, x: Array) -> Array:
+        return x
+
+    def bytes_moved(self) -> float:
+        return 0.0
+
+    def metered(self) -> Callable[[], Comm]:
+        return SingleWorker
 
 
 def mesh_comm(axis_names: tuple[str, ...], inner_axes: tuple[str, ...] = ()) -> Comm:
     """The `Comm` of real mesh axes, which `comm_for_axes` returns unless it was replaced."""
     if not axis_names:
-        return _single_worker()
-    return _on_axes(axis_names, axis_size(axis_names), inner_axes, axis_size(inner_axes) if inner_axes else 1)
+        return SingleWorker()
+    return MeshComm(axis_names, axis_size(axis_names), inner_axes, axis_size(inner_axes) if inner_axes else 1)
 
 
 _factory: ContextVar[Callable[[tuple[str, ...], tuple[str, ...]], Comm]] = ContextVar("_factory", default=mesh_comm)

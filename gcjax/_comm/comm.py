@@ -1,43 +1,59 @@
 """The collectives that a method may use."""
 
-import dataclasses
+import abc
 from collections.abc import Callable
 
 from gcjax._types import Array, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class Comm:
+class Comm(abc.ABC):
     """The collectives that a method may use. They are injected, so that no method names one of JAX's.
 
-    Bytes are counted at trace time as ring algorithms move them. With p workers, what one worker sends (and receives)
-    for m bytes is (p - 1) m for a gather, 2 (p - 1) / p m for a maximum, sum or mean, and (p - 1) / p m for an
-    all-to-all. What is gathered is padded to a multiple of 8 entries. With inner workers, m is the size of one worker's
-    share, padding included, and what moves between the inner workers is not counted.
+    Bytes are counted at trace time as ring algorithms move them. With p workers, one worker sends (and receives), for m
+    bytes, (p - 1) m in a gather, 2 (p - 1) / p m in a maximum, sum or mean, and (p - 1) / p m in an all-to-all. A
+    gathered array is padded to a multiple of 8 entries. With inner workers, m is the size of one worker's share with
+    its padding, and the traffic between the inner workers is not counted.
 
     Attributes:
       size: number of workers p. Static.
-      rank: rank() -> int32[], this worker's number.
-      max: max(x) -> the maximum over the workers, of the shape of x, equal on all workers.
-      sum: sum(x) -> the sum over the workers, of the shape of x, equal on all workers.
-      mean: mean(x) -> the mean over the workers, of the shape of x, equal on all workers; also of a tuple of arrays, in
-        one all-reduce.
-      gather: gather(x) -> (p, *x.shape), row w from worker w, equal on all workers.
-      all_to_all: all_to_all(x) with x of shape (p, ...): sends row w to worker w; returns row w from worker w.
-      bytes_moved: bytes_moved() -> float, what the calls so far make one worker send.
-      metered: metered() -> branch, and branch() -> the same collectives with the count at zero. For code that runs on
-        some steps only: one metered() for a conditional, one branch() in each of its branches.
       inner_workers: number of inner workers that share the work of one worker here. All collectives but the maximum
         are cut into as many parts. Static.
     """
 
     size: int
-    rank: Callable[[], Array]
-    max: Callable[[Array], Array]
-    sum: Callable[[Array], Array]
-    mean: Callable[[PyTree], PyTree]
-    gather: Callable[[Array], Array]
-    all_to_all: Callable[[Array], Array]
-    bytes_moved: Callable[[], float]
-    metered: Callable[[], Callable[[], "Comm"]]
     inner_workers: int = 1
+
+    @abc.abstractmethod
+    def rank(self) -> Array:
+        """This worker's number, int32[]."""
+
+    @abc.abstractmethod
+    def max(self, x: Array) -> Array:
+        """The maximum over the workers, of the shape of x, equal on all workers."""
+
+    @abc.abstractmethod
+    def sum(self, x: Array) -> Array:
+        """The sum over the workers, of the shape of x, equal on all workers."""
+
+    @abc.abstractmethod
+    def mean(self, tree: PyTree) -> PyTree:
+        """The mean over the workers of an array, or of each of several in one all-reduce; equal on all workers."""
+
+    @abc.abstractmethod
+    def gather(self, x: Array) -> Array:
+        """(p, *x.shape), row w from worker w, equal on all workers."""
+
+    @abc.abstractmethod
+    def all_to_all(self, x: Array) -> Array:
+        """Send row w of x, of shape (p, ...), to worker w; return row w from worker w."""
+
+    @abc.abstractmethod
+    def bytes_moved(self) -> float:
+        """Bytes that the calls so far make one worker send."""
+
+    @abc.abstractmethod
+    def metered(self) -> Callable[[], "Comm"]:
+        """For code that runs on some steps only: a function that returns the same collectives with the count at zero.
+
+        Call metered() once for a conditional, and its result once in each of the branches.
+        """

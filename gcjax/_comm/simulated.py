@@ -6,7 +6,7 @@ every transfer; run, they take the time of compressing and decoding, without a n
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -106,16 +106,16 @@ def _with_largest_branches(record: Record, workers: int) -> tuple[Transfer, ...]
 
 @contextlib.contextmanager
 def simulated_workers(workers: int, zeros: Array, record: Record) -> Iterator[None]:
-    """Inside, transforms without axis names have `workers` workers. `zeros` is as for `simulated_comm`."""
+    """Inside, transforms without axis names have `workers` workers. `zeros` is as for `SimulatedComm`."""
 
     def factory(axis_names, inner_axes):
-        return mesh_comm(axis_names, inner_axes) if axis_names else simulated_comm(workers, zeros, record)
+        return mesh_comm(axis_names, inner_axes) if axis_names else SimulatedComm(workers, zeros, record)
 
     with replaced_comm(factory):
         yield
 
 
-def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
+class SimulatedComm(Comm):
     """Workers that all send the same. Every transfer is appended to `record`.
 
     Args:
@@ -124,51 +124,50 @@ def simulated_comm(workers: int, zeros: Array, record: Record) -> Comm:
       record: list to append to.
     """
 
-    def note(kind, x):
-        record.append(Transfer(kind, x.nbytes))
+    def __init__(self, workers: int, zeros: Array, record: Record) -> None:
+        self.size, self._zeros, self._record = workers, zeros, record
 
-    def maximum(x):
-        note("maximum", x)
-        return x + zeros[0].astype(x.dtype)
+    def rank(self) -> Array:
+        return self._zeros[0]
 
-    def total(x):
-        note("all_reduce", x)
-        return workers * x + zeros[0].astype(x.dtype)
+    def max(self, x: Array) -> Array:
+        self._note("maximum", x.nbytes)
+        return x + self._zeros[0].astype(x.dtype)
 
-    def mean(tree):  # of several arrays in one transfer: XLA combines all-reduces that do not wait for each other
-        record.append(Transfer("all_reduce", sum(x.nbytes for x in jax.tree.leaves(tree))))
-        return jax.tree.map(lambda x: (workers * x + zeros[0].astype(x.dtype)) / workers, tree)
+    def sum(self, x: Array) -> Array:
+        self._note("all_reduce", x.nbytes)
+        return self._total(x)
 
-    def rows(x):
-        return x[None] + zeros.astype(x.dtype).reshape(-1, *[1] * x.ndim)
+    def mean(self, tree: PyTree) -> PyTree:  # in one transfer: XLA combines all-reduces that do not wait for each other
+        self._note("all_reduce", sum(x.nbytes for x in jax.tree.leaves(tree)))
+        return jax.tree.map(lambda x: self._total(x) / self.size, tree)
 
-    def gather(x):
-        words = -(-x.size // GATHER_ROWS) * GATHER_ROWS
-        record.append(Transfer("all_gather", words * x.dtype.itemsize))
-        return rows(x)
+    def gather(self, x: Array) -> Array:
+        self._note("all_gather", -(-x.size // GATHER_ROWS) * GATHER_ROWS * x.dtype.itemsize)
+        return self._rows(x)
 
-    def all_to_all(x):
-        note("all_to_all", x)
-        return rows(x[0])  # what the others send to worker 0 is what it sends to itself
+    def all_to_all(self, x: Array) -> Array:
+        self._note("all_to_all", x.nbytes)
+        return self._rows(x[0])  # what the others send to worker 0 is what it sends to itself
 
-    def metered():
+    def bytes_moved(self) -> float:
+        return sum(ring_bytes(entry, self.size) for entry in self._record if isinstance(entry, Transfer))
+
+    def metered(self) -> Callable[[], Comm]:
         choice = Choice([])
-        record.append(choice)
+        self._record.append(choice)
 
-        def branch():
+        def branch() -> Comm:
             choice.branches.append([])
-            return simulated_comm(workers, zeros, choice.branches[-1])
+            return SimulatedComm(self.size, self._zeros, choice.branches[-1])
 
         return branch
 
-    return Comm(
-        size=workers,
-        rank=lambda: zeros[0],
-        max=maximum,
-        sum=total,
-        mean=mean,
-        gather=gather,
-        all_to_all=all_to_all,
-        bytes_moved=lambda: sum(ring_bytes(entry, workers) for entry in record if isinstance(entry, Transfer)),
-        metered=metered,
-    )
+    def _note(self, kind: str, nbytes: int) -> None:
+        self._record.append(Transfer(kind, nbytes))
+
+    def _total(self, x: Array) -> Array:
+        return self.size * x + self._zeros[0].astype(x.dtype)
+
+    def _rows(self, x: Array) -> Array:
+        return x[None] + self._zeros.astype(x.dtype).reshape(-1, *[1] * x.ndim)

@@ -1,14 +1,18 @@
-"""What a compressing transform checks of the arguments of `update`, while it is traced."""
+"""The checks of a compressing transform's `update`, while it is traced: of its state, and of the gradient."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gcjax._core.options import check_checksum, check_options, meaning
+from gcjax._core.owned import check_workers
 from gcjax._core.state import CompressState
 from gcjax._jax_compat import partitioned_axes, tracks_variation, unchecked_axes, varying_axes
 from gcjax._kernels.layout import Layout, path_name
-from gcjax._types import PyTree
+from gcjax._types import Array, PyTree
 
 _BY_JAX = (
     "JAX has reduced it over these devices already, so compressing it would save nothing. Take gradients with "
@@ -29,6 +33,34 @@ def mask_like(updates: PyTree, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda u, x: u if is_masked(u) else x, updates, tree, is_leaf=is_masked)
     except ValueError:  # of another structure: `check_inputs` says so
         return tree
+
+
+def check_state(
+    buckets: PyTree, recorded: Array, options: dict[str, str], workers: int, new_buckets: Callable[[], PyTree]
+) -> None:
+    """Raise ValueError for a state of another number of workers, or one that other options made.
+
+    Args:
+      buckets: one worker's state of each bucket.
+      recorded: the checksum of options in its arrays.
+      options: the `meaning` of the state.
+      workers: how many run.
+      new_buckets: makes a new state of this transform.
+    """
+    check_workers(buckets, workers)
+    check_options(meaning(jax.eval_shape(new_buckets)), options)
+    if not isinstance(recorded, jax.core.Tracer):
+        check_checksum(options, recorded)
+
+
+def check_gradient(updates: PyTree, entries: int, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for a gradient that is not this worker's own and whole; see the functions below."""
+    if axes:
+        check_countable(entries)
+        _reject_hidden(updates)
+    else:
+        _reject_several_devices(updates)
+    _reject_reduced(updates, axes)
 
 
 def check_countable(entries: int) -> None:
@@ -73,7 +105,7 @@ def _check_not_negative(sum_grad_squared: PyTree) -> None:
             )
 
 
-def reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
+def _reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
     """Raise when a gradient is typed as equal on all workers. Where JAX tracks no such types, nothing is checked."""
     if not tracks_variation(axes):
         return
@@ -90,7 +122,7 @@ def reject_reduced(updates: PyTree, axes: tuple[str, ...]) -> None:
             )
 
 
-def reject_hidden(updates: PyTree) -> None:
+def _reject_hidden(updates: PyTree) -> None:
     """Raise when leaves are hidden where JAX has no types that would show whether anything else averages them."""
     hidden = [path for path, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked) if is_masked(x)]
     if hidden and (axes := unchecked_axes()):
@@ -103,7 +135,7 @@ def reject_hidden(updates: PyTree) -> None:
         )
 
 
-def reject_several_devices(updates: PyTree) -> None:
+def _reject_several_devices(updates: PyTree) -> None:
     """Raise when a single worker is seen to be one of several: JAX partitions, or has workers that it does not know."""
     if axes := unchecked_axes():
         raise ValueError(

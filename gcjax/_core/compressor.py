@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
 from gcjax._kernels.buckets import Bucket
-from gcjax._types import Array, PyTree
+from gcjax._types import Array
 
 
 class SendReport(NamedTuple):
@@ -69,48 +69,72 @@ class EmptyState:
         return jnp.zeros(self.bucket.shape)
 
 
-InitFn = Callable[[Bucket], PyTree]
 Leaves = Sequence[Array]
-UpdateFn = Callable[[Leaves, Leaves | None, PyTree, Comm, Array], tuple[Leaves, PyTree, SendReport]]
+S = TypeVar("S")
 
 
-class Compressor(NamedTuple):
-    """A method, as two pure functions over the leaves of one bucket.
+class StepInput(NamedTuple):
+    """The input of one step of a method, of one bucket and worker.
 
-    `update(gradient, sum_grad_squared, state, comm, all_finite)` takes a float32 array for each segment of the bucket,
-    of its shape; the same or None; one worker's state; the collectives; and a bool scalar that is equal on all workers.
-    It returns the update, arrays like the gradient's and bit-equal on all workers; the new state; and the report.
-    `Bucket.join` and `Bucket.split` go from leaves to one array and back. `all_finite` is False when the input of any
-    worker is not finite, or a gradient is 2**80 or more: the update must then be NaN everywhere and the state must come
-    back as it was. jax_enable_x64 is off while either function is traced.
+    Attributes:
+      gradient: float32, an array for each segment of the bucket, of its shape.
+      squares: the same for `sum_grad_squared`, or None.
+      comm: the collectives.
+      go: bool, equal on all workers. False where the input of any worker is not finite, or a gradient is 2**80 or more:
+        the update must then be NaN everywhere, and the state must come back as it was.
+    """
+
+    gradient: Leaves
+    squares: Leaves | None
+    comm: Comm
+    go: Array
+
+
+class StepResult(NamedTuple, Generic[S]):
+    """The result of one step of a method.
+
+    Attributes:
+      mean: the update, arrays like the gradient's, bit-equal on all workers.
+      state: the new state.
+      report: what was sent.
+    """
+
+    mean: Leaves
+    state: S
+    report: SendReport
+
+
+class Compressor(NamedTuple, Generic[S]):
+    """A method, as two pure functions over the leaves of one bucket. S is the type of its state.
+
+    `Bucket.join` and `Bucket.split` go from leaves to one array and back. jax_enable_x64 is off while either function
+    is traced.
 
     Attributes:
       init: init(bucket) -> the state of one worker, a pytree node with two attributes: `bucket`, and `residual`,
         float32 of the bucket's shape, what this worker has taken in and neither sent nor given up. Its method
         `mixed(mixing)` says what `gcjax.resize` makes of its fields, see `gcjax.extend.Mixing`; without one, floats are
         averaged and all else counts as equal on all workers.
-      update: see above.
-      uses_squares: whether `update` reads `sum_grad_squared`, which training steps of gcjax then compute. If it gets
-        None, the square of the gradient stands for it, and the transform warns (`gcjax.MissingSquaresWarning`).
+      update: update(step, state) -> `StepResult`, of a `StepInput` and the state of one worker.
+      uses_squares: whether `update` reads `step.squares`, which training steps of gcjax then compute. If it gets None,
+        the square of the gradient stands for it, and the transform warns (`gcjax.MissingSquaresWarning`).
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
-    >>> def init(bucket):
-    ...     return gx.CodecState(jnp.zeros(1), jnp.int32(0), bucket)
-    >>> def update(gradient, sum_grad_squared, state, comm, all_finite):
-    ...     mean = comm.mean(tuple(jnp.where(all_finite, g, jnp.nan) for g in gradient))
+    >>> def update(step, state):
+    ...     mean = step.comm.mean(tuple(jnp.where(step.go, g, jnp.nan) for g in step.gradient))
     ...     entries = state.bucket.entries
-    ...     return mean, state, gx.dense_report(entries, payload_bits=32 * entries)
-    >>> tx = gx.compress(gx.Compressor(init, update))
+    ...     return gx.StepResult(mean, state, gx.dense_report(entries, payload_bits=32 * entries))
+    >>> tx = gx.compress(gx.Compressor(gx.EmptyState, update))
     >>> print(tx.update(jnp.arange(3.0), tx.init(jnp.zeros(3)))[0])
     [0. 1. 2.]
     """
 
-    init: InitFn
-    update: UpdateFn
+    init: Callable[[Bucket], S]
+    update: Callable[[StepInput, S], StepResult[S]]
     uses_squares: bool = False
 
 
-def checked(compressor: Compressor) -> Compressor:
+def checked(compressor: Compressor[S]) -> Compressor[S]:
     """A method whose functions raise TypeError where they do not return what `Compressor` asks for."""
     if not isinstance(compressor, Compressor):
         raise TypeError(
@@ -118,7 +142,7 @@ def checked(compressor: Compressor) -> Compressor:
             f"{compressor!r}"
         )
 
-    def init(bucket):
+    def init(bucket: Bucket) -> S:
         state = compressor.init(bucket)
         lacking = [name for name in ("bucket", "residual") if name not in dir(state)]
         if lacking or jax.tree_util.all_leaves([state]):
@@ -129,11 +153,11 @@ def checked(compressor: Compressor) -> Compressor:
             )
         return state
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        result = compressor.update(gradient, sum_grad_squared, state, comm, all_finite)
-        if not isinstance(result, tuple) or len(result) != 3:
-            raise TypeError(f"update of a method must return (update, state, report), got {_kind(result)}")
-        got, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (result[0], gradient))
+    def update(step: StepInput, state: S) -> StepResult[S]:
+        result = compressor.update(step, state)
+        if not isinstance(result, StepResult):
+            raise TypeError(f"update of a method must return a StepResult(mean, state, report), got {_kind(result)}")
+        got, wanted = (list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (result.mean, step.gradient))
         if got != wanted:
             other, leaf = next((x, y) for x, y in itertools.zip_longest(got, wanted) if x != y)
             raise TypeError(
@@ -141,8 +165,8 @@ def checked(compressor: Compressor) -> Compressor:
                 f"{len(got)} for {len(wanted)}, the first wrong one {other} for {leaf}. Bucket.split cuts an array of "
                 "the bucket's shape into its leaves"
             )
-        if not isinstance(result[2], SendReport):
-            raise TypeError(f"update of a method must return a SendReport, as dense_report, got {result[2]!r}")
+        if not isinstance(result.report, SendReport):
+            raise TypeError(f"update of a method must return a SendReport, as dense_report, got {result.report!r}")
         return result
 
     return Compressor(init, update, compressor.uses_squares)

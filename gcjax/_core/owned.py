@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gcjax._core.mixing import Mixing
 from gcjax._kernels.buckets import Bucket
 from gcjax._types import Array, PyTree
+from gcjax._xla import kept_unless
 
 
 class Sharing(Protocol):
@@ -55,10 +56,9 @@ class Owned:
         owed = None if shape is None else jnp.zeros(shape, jnp.float32)
         return cls(owed, jnp.int32(0), bucket, sharing, workers if sharing is not None else 1)
 
-    def after(self, owed: Array, rank: Array, all_finite: Array) -> "Owned":
+    def after(self, owed: Array, rank: Array, go: Array) -> "Owned":
         """The state after a step; this one if the step is skipped."""
-        new = dataclasses.replace(self, owed=owed, rank=rank)
-        return jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), new, self)
+        return kept_unless(go, dataclasses.replace(self, owed=owed, rank=rank), self)
 
     def residual(self) -> Array:
         """float32 of the bucket's shape: what this worker owes, times the number of workers."""

@@ -9,26 +9,19 @@ import optax
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._comm.comm import Comm
 from gcjax._core.chain import Passing, seen
-from gcjax._core.checks import (
-    check_countable,
-    check_inputs,
-    mask_like,
-    reject_hidden,
-    reject_partitioned,
-    reject_reduced,
-    reject_several_devices,
-)
-from gcjax._core.compressor import Compressor, SendReport, checked
+from gcjax._core.checks import check_gradient, check_inputs, check_state, mask_like, reject_partitioned
+from gcjax._core.compressor import Compressor, SendReport, StepInput, checked
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
-from gcjax._core.options import check_checksum, check_options, checksum, meaning
-from gcjax._core.owned import check_workers, shared_among
+from gcjax._core.options import checksum, meaning
+from gcjax._core.owned import shared_among
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._core.state import CompressState, UpdateReport, fresh_report, options_of
 from gcjax._core.symptoms import Symptoms
 from gcjax._jax_compat import in_32_bits, tracks_variation, vary, varying_axes, when_lowered
 from gcjax._kernels.layout import Layout, count_beyond_range, flatten, layout_of, unflatten
 from gcjax._types import Array, AxisNames, PyTree
+from gcjax._xla import computed_once
 
 
 def compress(
@@ -41,34 +34,24 @@ def compress(
 
     Args:
       compressor: the method.
-      axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`. None for a single
-        worker, whose update is its own payload, decoded. Under plain `jax.jit` with a sharded batch JAX reduces
-        the gradient itself: use `gcjax.compressed_value_and_grad`. Without axes, `update` raises where it sees several
-        devices: under `jax.set_mesh`, in the types of the gradient, or when `jax.jit` lowers it for several.
-      inner_axis_name: axis or axes of a fast link inside the slow one. The gradient is first averaged densely over
-        them. The q workers along them are then equal and share the work of one: each moves one q-th of every message
-        along `axis_name` (which is what `wire_bytes` counts), and they gather the rest over the fast link. The fast
-        link also carries an all-reduce of the gradient, and of `sum_grad_squared` if there is one.
+      axis_name: mesh axis of the workers, or a tuple of axes, bound by `jax.shard_map` or `jax.pmap`; None for a single
+        worker. Under plain `jax.jit` with a sharded batch use `gcjax.compressed_value_and_grad`.
+      inner_axis_name: axis or axes of a fast link, over which the dense mean is taken first. The workers along them
+        share the work of one. docs/common.md says what moves where.
 
     Returns:
       A transform whose `update(updates, state, params=None, *, sum_grad_squared=None)` takes local gradients, a pytree
       of floating-point arrays of any shapes, and returns a tree of the same structure, shapes and dtypes, bit-equal on
-      all workers. All arithmetic is in float32, also under jax_enable_x64. Gradients of magnitude 2**80 (1.2e24) or
-      more count as not finite. An update beyond the range of a float16 leaf becomes the largest float16; the rest is
-      lost; `gcjax.info` counts such entries as `saturated`. Other extra arguments are ignored. Its state is per worker
-      (`PerWorker`), and per shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
+      all workers. It computes in float32, also under jax_enable_x64. Its state is per worker (`PerWorker`), and per
+      shard where the parameters are sharded over further axes (`gcjax.init_sharded`).
 
     Raises:
-      ValueError: one axis is named twice.
-      TypeError: `compressor` is not a `Compressor`.
-
-    Raises (from `update`):
-      ValueError: an axis that is not bound; gradients already reduced over it, or by `jax.jit` if there is no axis; a
-        `sum_grad_squared`, `params` or state of another structure; a state of other options; a negative
-        `sum_grad_squared` where its value is known; in `jax.pmap` and with check_vma=False, leaves that `optax.masked`
-        or `optax.partition` hides.
-      TypeError: leaves of integer or complex dtype; a method whose functions return something else than `Compressor`
-        says.
+      TypeError: `compressor` is not a `Compressor`; (from `update`) leaves of integer or complex dtype; a method whose
+        functions return something else than `Compressor` says.
+      ValueError: one axis is named twice; (from `update`) an axis that is not bound; gradients that were reduced
+        already; without axes, a gradient computed on several devices; `sum_grad_squared`, `params` or state of another
+        structure; a state of other options; negative squares; leaves hidden by `optax.masked` or `optax.partition`
+        where JAX does not track which axes a value varies over.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> top = gx.sparse_method(lambda a, step, bucket: gx.top_k_mask(a, 1), capacity=lambda bucket: 1)
@@ -99,57 +82,44 @@ def compress(
         report = fresh_report(layout.entries, checksum(meaning(buckets)))
         return packed(shared_among(buckets, _bound_workers(worker_axes, inner_axes)), report, axes)
 
-    def check(
-        layout: Layout, updates: PyTree, old: tuple[PyTree, UpdateReport], options: dict[str, str], comm: Comm
-    ) -> None:
-        """Raise for mistakes that show while tracing; `check_inputs` has looked at structures and shapes."""
-        buckets, report = old
-        if worker_axes or inner_axes:
-            check_countable(layout.entries)
-            reject_hidden(updates)
-        else:
-            reject_several_devices(updates)
-        check_workers(buckets, comm.size)
-        check_options(meaning(jax.eval_shape(lambda: new_buckets(layout))), options)
-        if not isinstance(report.options, jax.core.Tracer):
-            check_checksum(options, report.options)
-        reject_reduced(updates, worker_axes + inner_axes)
-
     def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
+        """Check, take in, agree, run the method, report, pack."""
         del extra_args
         if (looking := seen.get()) is not None:
             return looking.update(updates, state)
-        layout = layout_of(updates)
-        sum_grad_squared = mask_like(updates, sum_grad_squared)
-        check_inputs(layout, state, params, sum_grad_squared)
+        layout, axes = layout_of(updates), state.buckets.axes
+        squares = mask_like(updates, sum_grad_squared)
+        check_inputs(layout, state, params, squares)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
             return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
-        old, axes, options = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes, options_of(state)
-        comm = comm_for_axes(worker_axes, inner_axes)
-        check(layout, updates, old, options, comm)
-        squares = sum_grad_squared if compressor.uses_squares else None  # so that XLA computes none
+        buckets, report = state.buckets.unpack(), state.report.unpack()
+        comm, options = comm_for_axes(worker_axes, inner_axes), options_of(state)
+        check_state(buckets, report.options, options, comm.size, lambda: new_buckets(layout))
+        check_gradient(updates, layout.entries, worker_axes + inner_axes)
         if compressor.uses_squares and squares is None:
             warn_of_missing_squares()
+
         # Typed as varying even if `init` was called in the same trace, where zeros are equal everywhere; in the end
         # even what is equal everywhere, so that the carry of a scan keeps its type.
         varying = axes if tracks_variation(axes) else ()
-        old_buckets, old_report = vary(old, varying)
+        buckets, report = vary((buckets, report), varying)
+        taken = _taken_in(layout, updates, squares if compressor.uses_squares else None, inner_axes)
 
-        taken = _taken_in(layout, updates, squares, inner_axes)
         shard_axes = tuple(axis for axis in axes if axis not in worker_axes)
-        bad = _bad(taken, old_report, checksum(options), layout)
+        bad = _bad(taken, report, checksum(options), layout)
         if not worker_axes and not inner_axes:
             bad = when_lowered(bad, reject_partitioned)
-        agreement = _agree(taken, bad, old_report, comm, shard_axes)
-        results = [
-            compressor.update(gradient, square, bucket_state, comm, agreement.all_finite)
-            for gradient, square, bucket_state in zip(*taken, old_buckets, strict=True)
-        ]
-        means, buckets, sent = zip(*results, strict=True)
-        report = _reported(sent, layout, means, old_report, agreement, comm)
-        buckets, report = vary((buckets, report), varying)
+        agreement = _agree(taken, bad, report, comm, shard_axes)
+
+        inputs = [StepInput(gradient, square, comm, agreement.go) for gradient, square in zip(*taken, strict=True)]
+        results = [compressor.update(step, bucket) for step, bucket in zip(inputs, buckets, strict=True)]
+
+        means, new, sent = zip(*results, strict=True)
+        report = _reported(sent, layout, means, report, agreement, comm)
+
         updates = _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes)
-        return updates, packed(buckets, report, axes)
+        new, report = vary((new, report), varying)
+        return updates, packed(new, report, axes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -170,11 +140,11 @@ class Agreement(NamedTuple):
     """What the workers have agreed on in one maximum.
 
     Attributes:
-      all_finite: bool, whether this step is taken: no worker's input is bad.
+      go: bool, whether this step is taken: no worker's input is bad.
       claims: int32[4], the maxima of all workers' `Symptoms.claims`.
     """
 
-    all_finite: Array
+    go: Array
     claims: Array
 
 
@@ -189,9 +159,7 @@ def _bad(taken: GradientInput, old: UpdateReport, options: int, layout: Layout) 
     """1 if this worker's input is not finite, or its state was restored from that of other options; else 0. int32."""
     is_own = old.options == jnp.uint32(options)
     leaves = jnp.where(is_own, bad_leaves(*taken), jnp.int32(1))
-    # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would look at the flags of
-    # all leaves again in every kernel that uses the result.
-    return (leaves % (old.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
+    return (computed_once(leaves, old.skipped + min(layout.entries, 2**30) + 1) > 0).astype(jnp.int32)
 
 
 def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shard_axes: tuple[str, ...]) -> Agreement:
@@ -206,8 +174,8 @@ def _agree(taken: GradientInput, bad: Array, old: UpdateReport, comm: Comm, shar
     """
     claims = in_32_bits(old.symptoms.claims)(*taken, comm)
     largest = comm.max(jnp.concatenate([pmax_if_axes(bad, shard_axes)[None], claims]))
-    all_finite = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0]) == 0
-    return Agreement(all_finite, largest[1:])
+    go = in_32_bits(Symptoms.agreed_on)(largest[1:], largest[0]) == 0
+    return Agreement(go, largest[1:])
 
 
 def _reported(
@@ -224,7 +192,7 @@ def _reported(
         parameters=jnp.float32(layout.entries),
         workers=jnp.int32(comm.size),
         inner_workers=jnp.int32(comm.inner_workers),
-        skipped=old.skipped + ~agreement.all_finite,
+        skipped=old.skipped + ~agreement.go,
         saturated=count_beyond_range(layout, means),
         symptoms=in_32_bits(old.symptoms.after)(agreement.claims, comm),
         options=old.options,

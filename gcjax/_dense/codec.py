@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, Leaves, dense_report
+from gcjax._core.compressor import Compressor, Leaves, StepResult, dense_report
 from gcjax._core.mixing import Mixing
 from gcjax._core.owned import Owned
 from gcjax._dense.parts import add_decoded, cut, goes_through_owners, parameters_of, part_of, pieces_for, uncut
@@ -114,10 +114,9 @@ def dense_codec(
         error = jnp.zeros(bucket.shape if feedback else 1)
         return CodecState(error, jnp.int32(0), bucket, Owned.create(bucket, pieces_for(transport)))
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        own_key = None if key is None else step_key(key, state.step, bucket, comm.rank())
+        own_key = None if key is None else step_key(key, state.step, bucket, step.comm.rank())
 
         def words_of(workers):
             part = part_of(bucket, workers)
@@ -125,12 +124,12 @@ def dense_codec(
             return jax.eval_shape(lambda x, key: encode(x, part, key)[0], x, own_key).size
 
         owned = state.owned
-        if owned is not None and owned.owed is not None and goes_through_owners(transport, comm, words_of):
-            mean, new, bits = codec.in_two_phases(gradient, state, owned, owned.owed, comm, all_finite, own_key)
+        if owned is not None and owned.owed is not None and goes_through_owners(transport, step.comm, words_of):
+            mean, new, bits = codec.in_two_phases(step.gradient, state, owned, owned.owed, step.comm, step.go, own_key)
         else:
-            mean, new, bits = codec.by_gather(gradient, state, comm, all_finite, own_key)
-        new = dataclasses.replace(new, step=state.step + all_finite)
-        return mean, new, dense_report(bucket.entries, bits)
+            mean, new, bits = codec.by_gather(step.gradient, state, step.comm, step.go, own_key)
+        new = dataclasses.replace(new, step=state.step + step.go)
+        return StepResult(mean, new, dense_report(bucket.entries, bits))
 
     return Compressor(init, update)
 
@@ -170,15 +169,15 @@ class _Codec(NamedTuple):
     feedback: bool
 
     def by_gather(
-        self, gradient: Leaves, state: CodecState, comm: Comm, all_finite: Array, key: Array | None
+        self, gradient: Leaves, state: CodecState, comm: Comm, go: Array, key: Array | None
     ) -> tuple[Leaves, CodecState, Array | float]:
         bucket, x = state.bucket, state.bucket.join(gradient)
         if self.feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in it
-            x = jnp.where(all_finite, state.error + x, state.error)
+            x = jnp.where(go, state.error + x, state.error)
         payload, bits = self.encode(x, bucket, key)
-        mean = gather_mean(payload, lambda payload: self.decode(payload, bucket), bucket.shape, comm, all_finite)
+        mean = gather_mean(payload, lambda payload: self.decode(payload, bucket), bucket.shape, comm, go)
         if self.feedback:
-            error = parameters_only(jnp.where(all_finite, x - self.decode(payload, bucket), x), bucket)
+            error = parameters_only(jnp.where(go, x - self.decode(payload, bucket), x), bucket)
             state = dataclasses.replace(state, error=error)
         return bucket.split(mean), state, bits
 
@@ -189,13 +188,13 @@ class _Codec(NamedTuple):
         owned: Owned,
         owed: Array,
         comm: Comm,
-        all_finite: Array,
+        go: Array,
         key: Array | None,
     ) -> tuple[Leaves, CodecState, Array | float]:
         bucket, part, rank = state.bucket, part_of(state.bucket, comm.size), comm.rank()
         if self.feedback:
             errors = bucket.split(state.error)
-            gradient = [jnp.where(all_finite, e + g, e) for e, g in zip(errors, gradient, strict=True)]
+            gradient = [jnp.where(go, e + g, e) for e, g in zip(errors, gradient, strict=True)]
         parts = cut(gradient, bucket, comm.size)
 
         def encode_part(x, key):
@@ -211,26 +210,26 @@ class _Codec(NamedTuple):
         total = add_decoded(owed, comm.all_to_all(payloads), decode)
         total = parameters_of(total, rank, bucket, comm.size)
         own, own_bits = self.encode_mean(total, part, None if keys is None else keys[-1])
-        mean = [jnp.where(all_finite, x, jnp.nan) for x in uncut(jax.vmap(decode)(comm.gather(own)), bucket)]
+        mean = [jnp.where(go, x, jnp.nan) for x in uncut(jax.vmap(decode)(comm.gather(own)), bucket)]
 
         if self.feedback:
-            left = jnp.where(all_finite, parts - jax.vmap(decode)(payloads), parts)
+            left = jnp.where(go, parts - jax.vmap(decode)(payloads), parts)
             state = dataclasses.replace(state, error=bucket.join(uncut(left, bucket)))
-        state = dataclasses.replace(state, owned=owned.after(total - decode(own), rank, all_finite))
+        state = dataclasses.replace(state, owned=owned.after(total - decode(own), rank, go))
         return mean, state, jnp.sum(bits) + jnp.float32(own_bits)
 
 
 def gather_mean(
-    payload: Array, decode: Callable[[Array], Array], shape: tuple[int, ...], comm: Comm, all_finite: Array
+    payload: Array, decode: Callable[[Array], Array], shape: tuple[int, ...], comm: Comm, go: Array
 ) -> Array:
-    """The mean over workers of decode(payload), float32 of this shape; NaN unless `all_finite`.
+    """The mean over workers of decode(payload), float32 of this shape; NaN unless `go`.
 
     >>> import types, jax.numpy as jnp, gcjax.extend as gx
     >>> comm = types.SimpleNamespace(size=2, gather=lambda x: jnp.stack([x, 3 * x]))  # stands for a `Comm`
-    >>> print(gx.gather_mean(jnp.uint32([1, 2]), jnp.float32, (2,), comm, all_finite=True))
+    >>> print(gx.gather_mean(jnp.uint32([1, 2]), jnp.float32, (2,), comm, go=True))
     [2. 4.]
     """
-    start = jnp.full(shape, jnp.where(all_finite, 0.0, jnp.nan), jnp.float32)
+    start = jnp.full(shape, jnp.where(go, 0.0, jnp.nan), jnp.float32)
     return add_decoded(start, comm.gather(payload), decode)
 
 

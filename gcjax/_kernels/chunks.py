@@ -149,20 +149,20 @@ def add_sent(sums: Sequence[Array], sent: Sent) -> list[Array]:
     ]
 
 
-def sum_sent(payloads: Array, decode: Callable[[Array], Sent], sizes: Sequence[int], all_finite: Array) -> list[Array]:
-    """What all workers sent, added in the order of their numbers: float32[size] for each size; NaN unless `all_finite`.
+def sum_sent(payloads: Array, decode: Callable[[Array], Sent], sizes: Sequence[int], go: Array) -> list[Array]:
+    """What all workers sent, added in the order of their numbers: float32[size] for each size; NaN unless `go`.
 
     Args:
       payloads: of the workers, [workers, words].
       decode: a worker's payload -> what it sent of each sum.
       sizes: of the sums.
-      all_finite: bool.
+      go: bool.
     """
 
     def add(worker, sums):
         return add_sent(sums, decode(payloads[worker]))
 
-    start = [zeros((size,), jnp.float32, payloads) + jnp.where(all_finite, 0.0, jnp.nan) for size in sizes]
+    start = [zeros((size,), jnp.float32, payloads) + jnp.where(go, 0.0, jnp.nan) for size in sizes]
     return lax.fori_loop(0, len(payloads), add, start)
 
 

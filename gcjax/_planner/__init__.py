@@ -1,4 +1,1 @@
-"""Predicts how long a step takes with each method on a given network.
-
-Imports `_comm` and `methods`.
-"""
+"""Predicts how long a step takes with each method on a given network."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import jax
 
-from gcjax._planner.measuring import DENSITY, Cost, Method, measure
-from gcjax._planner.standard import standard_methods
+from gcjax._planner.measuring import DENSITY, Cost, Method, measure, standard_methods
 from gcjax._version import __version__
 
 Progress = Callable[[int, int, str], None]

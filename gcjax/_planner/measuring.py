@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, simulated_workers, transfers_of
+from gcjax._table import METHODS, Setting, Workload
 from gcjax._types import Array, PyTree
 
 # Parameters and workers. A vector of 8 million has 32 MB; glibc maps larger ones anew each time, and the cost bends up.
@@ -42,6 +43,19 @@ class Method(NamedTuple):
     make: Callable[[int], optax.GradientTransformationExtraArgs]
     sparse: bool = False
     squares: bool = False
+
+
+def standard_methods(density: float) -> dict[str, Method]:
+    """The settings of all public methods, by the labels under which their costs are kept."""
+
+    def maker(setting: Setting) -> Callable[[int], optax.GradientTransformationExtraArgs]:
+        return lambda parameters: setting(Workload(density, parameters))
+
+    return {
+        label: Method(maker(setting), sparse=row.sparse, squares=row.squares)
+        for row in METHODS.values()
+        for label, setting in row.settings.items()
+    }
 
 
 class Cost(NamedTuple):

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from gcjax._comm.simulated import Transfer, arriving_bytes
+from gcjax._validation import check_number
 
 EFFICIENCY = 1448 / 1514  # TCP's payload in a full Ethernet frame: 0.956
 PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -113,7 +114,7 @@ class Setting(NamedTuple):
 
 
 def as_link(name: str, value: Link | str | float, latency: float) -> Link:
-    """A `Link` from bits per second or a text like "10Gbit", with that latency. A `Link` is returned as it is.
+    """A `Link` from bits per second or a text like "10Gbit", with that latency. A `Link` is checked and returned.
 
     Args:
       name: of the argument, for the message.
@@ -125,6 +126,9 @@ def as_link(name: str, value: Link | str | float, latency: float) -> Link:
       TypeError: neither a `Link`, a text nor a number.
     """
     if isinstance(value, Link):
+        check_number(f"{name}.bits_per_second", value.bits_per_second, 0)
+        check_number(f"{name}.latency", value.latency, 0, low_included=True)
+        check_number(f"{name}.efficiency", value.efficiency, 0, 1)
         return value
     good = 'such as "1Gbit", "100Mbit" or "50GB/s"'
     return Link(_amount(name, value, "a speed", good, SPEEDS), latency)

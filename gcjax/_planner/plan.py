@@ -13,14 +13,14 @@ import numpy as np
 
 from gcjax._comm.simulated import model_of, transfers_of
 from gcjax._planner.costs import CostStore, Progress
-from gcjax._planner.measuring import Cost, Method
+from gcjax._planner.measuring import Cost, Method, standard_methods
 from gcjax._planner.network import Link, Setting, as_count, as_link, as_seconds
-from gcjax._planner.prediction import DENSE, Candidate, Plan, predict
-from gcjax._planner.standard import standard_methods
+from gcjax._planner.prediction import DENSE, MEASURED_HOSTS, Candidate, Plan, predict
 from gcjax._types import PyTree
 from gcjax._validation import check_integer, check_number
 
 INNER_LATENCY = 5e-6
+MOST_HOSTS = 1024
 
 
 def plan(
@@ -41,14 +41,14 @@ def plan(
 
     The transfers are read from the methods themselves, traced for that many workers. Forward and backward pass and
     optimiser (`step_time`), compressing and decoding, and the transfers follow each other. Compressing and decoding
-    cost what was measured on this device. Costs not known yet are measured by `gcjax.measure_costs`, which takes a
-    minute or two for all methods. All workers are assumed to be equally fast and payloads to be full. What a method
-    does to the accuracy is outside the model.
+    cost as measured on this device, by `gcjax.measure_costs` if it is not known yet. The model takes all workers to be
+    equally fast and payloads to be full, and knows nothing of accuracy. Predictions were compared with measurements of
+    up to 4 hosts; beyond, the plan says that it extrapolates, and it refuses more than 1,024 hosts.
 
     Args:
       params_or_size: the parameters, a pytree of arrays or `jax.ShapeDtypeStruct`s; or their number, such as 25_600_000
         or "25.6M", which assumes matrices of 1000 x 1000, larger ones above 256M parameters.
-      workers: number of data-parallel workers.
+      workers: number of data-parallel workers, on at most 1,024 hosts.
       link: each worker's link, or each host's with `inner_workers`: "1Gbit", "100Mbit", "50GB/s", a number of bits per
         second, or a `gcjax.Link`.
       step_time: seconds of a step on one worker without any exchange, or "300ms".
@@ -108,6 +108,11 @@ def _as_setting(
     check_integer("inner_workers", inner_workers, 1)
     if workers % inner_workers:
         raise ValueError(f"inner_workers must divide workers, got {inner_workers} and {workers}")
+    if (hosts := workers // inner_workers) > MOST_HOSTS:
+        raise ValueError(
+            f"a plan is for at most {MOST_HOSTS:,} hosts, got {hosts:,}: predictions were compared with measurements "
+            f"of up to {MEASURED_HOSTS} hosts only"
+        )
     if (inner_workers > 1) != (inner_link is not None):
         raise ValueError(f"inner_workers and inner_link go together, got {inner_workers} and {inner_link!r}")
     return Setting(

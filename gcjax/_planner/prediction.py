@@ -9,6 +9,7 @@ from gcjax._planner.network import Link, Setting, as_link, rate_text, seconds_te
 
 DENSE = "dense float32"
 WORTH_IT = 0.03  # a smaller saving is not worth a compressor
+MEASURED_HOSTS = 4  # the most of a measurement that predictions were compared with
 MUCH = 10e9  # bytes: a worker that gathers more may run out of memory
 _SLOWEST, _FASTEST = 1e3, 1e15  # bits per second, between which the break-even is searched
 
@@ -126,6 +127,8 @@ class Plan(NamedTuple):
         ]
         much = any(row.gathers_much for row in self.rows)
         notes = [f"*: every worker gathers more than {MUCH / 1e9:.0f} GB."] if much else []
+        if setting.hosts > MEASURED_HOSTS:
+            notes.append(f"Extrapolated: predictions were compared with measurements of up to {MEASURED_HOSTS} hosts.")
         return "\n".join([head, "", *(line.rstrip() for line in lines), *notes, "", self.advice])
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from gcjax._jax_compat import vary_like
 from gcjax._kernels.bits import WORD, count_bits, nth_set_bit, prefix_count
 from gcjax._types import Array, ArrayLike
+from gcjax._xla import computed_once
 
 
 class Slots(NamedTuple):
@@ -71,9 +72,7 @@ def slot_indices(slots: Slots, capacity: int) -> Array:
     place = _running_max(at_first)
     rank = jnp.arange(capacity, dtype=jnp.int32) - slots.first_slot[place]
     index = place * WORD + nth_set_bit(slots.words[place], rank)
-    # The remainder changes nothing. XLA computes a remainder by an unknown number once; otherwise it would compute the
-    # index again in each use.
-    return index % jnp.maximum(slots.total, size * WORD)
+    return computed_once(index, jnp.maximum(slots.total, size * WORD))
 
 
 class Cursor(NamedTuple):

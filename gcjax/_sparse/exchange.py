@@ -50,35 +50,35 @@ from gcjax._sparse.wire import Wire
 from gcjax._types import Array
 
 
-def exchange(message: Message, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:
+def exchange(message: Message, transport: TransportState, comm: Comm, go: Array) -> Exchanged:
     """Send this worker's message; return the mean over the workers of what all of them sent.
 
     The transport "auto" takes the one that moves fewer bytes at the largest capacity; where messages must have a fixed
-    length, two phases only if theirs do. `all_finite` is a bool scalar, equal on all workers; where it is False the
+    length, two phases only if theirs do. `go` is a bool scalar, equal on all workers; where it is False the
     mean is NaN.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> def init(bucket):
     ...     return gx.SparseState.create(bucket, reset=gx.reset_to_zero, transport="auto")
-    >>> def update(gradient, sum_grad_squared, state, comm, all_finite):
-    ...     values = state.take_in(gx.add_gradient, gradient, all_finite=all_finite)
+    >>> def update(step, state):
+    ...     values = state.take_in(gx.add_gradient, step.gradient, go=step.go)
     ...     mask = gx.pack_mask(values[0] > 0)
     ...     slots = gx.capacities_for(32, state.bucket.entries)
     ...     message = gx.Message(values[0], mask, gx.float_code(32), state.bucket, slots)
-    ...     sent = gx.exchange(message, state.transport, comm, all_finite)
-    ...     return sent.mean, state.after(sent, values, all_finite), sent.report
+    ...     sent = gx.exchange(message, state.transport, step.comm, step.go)
+    ...     return gx.StepResult(sent.mean, state.after(sent, values, step.go), sent.report)
     >>> tx = gx.compress(gx.Compressor(init, update))
     >>> print(tx.update(jnp.array([1.0, -3.0]), tx.init(jnp.zeros(2)))[0])
     [1. 0.]
     """
     whole = _whole_form(message)
     if transport.owned.owed is None:
-        return _in_one_phase(message, whole, transport, comm, all_finite)
+        return _in_one_phase(message, whole, transport, comm, go)
     there = _form_to_owners(message, comm.size)
     back = _form_from_owners(message, there, comm.size)
     if transport.name == "auto" and max(there.lengths) + max(back.lengths) >= max(whole.lengths):
-        return _in_one_phase(message, whole, transport, comm, all_finite)
-    return _in_two_phases(message, there, back, transport, comm, all_finite)
+        return _in_one_phase(message, whole, transport, comm, go)
+    return _in_two_phases(message, there, back, transport, transport.owned.owed, comm, go)
 
 
 def _whole_form(message: Message) -> Form:
@@ -110,11 +110,11 @@ def _form_from_owners(message: Message, there: Form, workers: int) -> Form:
     return Form(code, wire._replace(capacities=shorter or slots[:1]), message.bucket, has_all=len(shorter) < len(slots))
 
 
-def _in_one_phase(message: Message, form: Form, transport: TransportState, comm: Comm, all_finite: Array) -> Exchanged:
+def _in_one_phase(message: Message, form: Form, transport: TransportState, comm: Comm, go: Array) -> Exchanged:
     route = to_all()
     sent = keep_largest(message.capacities[-1], message.values, message.mask)
     selected = Selected(message.values, sent[None], jnp.sum(count_bits(sent))[None], message.scales)
-    arrived = move(encode(selected, form, route, comm, all_finite), form, route, comm)
+    arrived = move(encode(selected, form, route, comm, go), form, route, comm)
     mean = mean_of(arrived, form, route, comm.size)
     length = length_of(selected.counts, arrived.rung, form, form.entries.places)
     report = _report(message, selected, arrived, form, length)
@@ -122,27 +122,26 @@ def _in_one_phase(message: Message, form: Form, transport: TransportState, comm:
 
 
 def _in_two_phases(
-    message: Message, there: Form, back: Form, transport: TransportState, comm: Comm, all_finite: Array
+    message: Message, there: Form, back: Form, transport: TransportState, owed: Array, comm: Comm, go: Array
 ) -> Exchanged:
-    owned, workers, slots = transport.owned, comm.size, there.entries.capacities[-1]
-    assert owned.owed is not None
+    workers, slots = comm.size, there.entries.capacities[-1]
 
     route = to_owners(comm)
     largest = keep_largest(slots * workers, message.values, message.mask)
     words, start_word = fitting(deal_words(largest, workers), slots, transport.start_word)
     selected = Selected(message.values, words, jnp.sum(count_bits(words), axis=1), message.scales)
-    arrived = move(encode(selected, there, route, comm, all_finite), there, route, comm)
-    total = add(arrived, there, route, owned.owed.reshape(-1), workers).reshape(owned.owed.shape)
+    arrived = move(encode(selected, there, route, comm, go), there, route, comm)
+    total = add(arrived, there, route, owed.reshape(-1), workers).reshape(owed.shape)
 
     route, rank = from_owners(comm), comm.rank()
-    sums, rounded = _of_owner(total, total != owned.owed, back, rank, workers)
-    returned = move(encode(sums, back, route, comm, all_finite), back, route, comm)
+    sums, rounded = _of_owner(total, total != owed, back, rank, workers)
+    returned = move(encode(sums, back, route, comm, go), back, route, comm)
     mean = mean_of(returned, back, route, 1)
     passed_on = jnp.where(sends_all(back, returned.rung) | unpack_mask(sums.words[0]), rounded, 0)
 
     new = TransportState(
-        owned.after(total - passed_on, rank, all_finite),
-        jnp.where(all_finite, start_word, transport.start_word),
+        transport.owned.after(total - passed_on, rank, go),
+        jnp.where(go, start_word, transport.start_word),
         transport.name,
     )
     first = length_of(selected.counts, arrived.rung, there, WORD * message.bucket.words)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from gcjax._core.compressor import Compressor
+from gcjax._core.compressor import Compressor, StepResult
 from gcjax._kernels.bits import WORD
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.capacities import capacities_for
@@ -72,14 +72,13 @@ def method_without_padding(select: Select, capacity: Capacity, transport: str) -
     def init(bucket):
         return SparseState.create(bucket, reset=reset_to_zero, transport=transport)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
+        (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         message = Message(
             a, select(a, state.step, bucket), code, bucket, capacities_for(capacity(bucket), bucket.entries)
         )
-        exchanged = exchange(message, state.transport, comm, all_finite)
-        return exchanged.mean, state.after(exchanged, (a,), all_finite), exchanged.report
+        exchanged = exchange(message, state.transport, step.comm, step.go)
+        return StepResult(exchanged.mean, state.after(exchanged, (a,), step.go), exchanged.report)
 
     return Compressor(init, update)

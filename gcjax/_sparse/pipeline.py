@@ -132,9 +132,9 @@ class Arrived(NamedTuple):
     wire_bytes: Array
 
 
-def encode(selected: Selected, form: Form, route: Route, comm: Comm, all_finite: Array) -> Encoded:
+def encode(selected: Selected, form: Form, route: Route, comm: Comm, go: Array) -> Encoded:
     """Entries to words, at the smallest capacity that holds those of every worker."""
-    rung, fill = _agreed_capacity(jnp.max(selected.counts), form.capacities, comm, all_finite)
+    rung, fill = _agreed_capacity(jnp.max(selected.counts), form.capacities, comm, go)
     going = jnp.where(fill == 0, selected.counts, 0)
 
     def message_for(receiver):
@@ -153,11 +153,11 @@ def encode(selected: Selected, form: Form, route: Route, comm: Comm, all_finite:
     return Encoded(messages, rung, fill)
 
 
-def _agreed_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, all_finite: Array) -> tuple[Array, Array]:
+def _agreed_capacity(needed: Array, capacities: tuple[int, ...], comm: Comm, go: Array) -> tuple[Array, Array]:
     """The number of the smallest capacity that holds what each worker needs, and what sums start with."""
     if len(capacities) == 1:  # nothing to agree on
-        return jnp.int32(0), jnp.where(all_finite, 0.0, jnp.nan).astype(jnp.float32)
-    largest = comm.max(jnp.where(all_finite, needed, -1))  # -1 stands for a step to skip
+        return jnp.int32(0), jnp.where(go, 0.0, jnp.nan).astype(jnp.float32)
+    largest = comm.max(jnp.where(go, needed, -1))  # -1 stands for a step to skip
     fill = jnp.where(largest < 0, jnp.nan, 0.0).astype(jnp.float32)
     return jnp.sum(largest > jnp.asarray(capacities[:-1], jnp.int32), dtype=jnp.int32), fill
 

@@ -13,6 +13,7 @@ from gcjax._kernels.buckets import Bucket, Part
 from gcjax._sparse.message import Exchanged
 from gcjax._sparse.owners import TransportState
 from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._xla import kept_unless
 
 # reset(values, sent_with) -> what is left of the values of entries that were sent. It is called with some blocks of a
 # bucket or with some of its entries. It is a function of a module or a frozen dataclass: two equal transforms then have
@@ -98,25 +99,24 @@ class SparseState:
             step=mixing.equal(self.step),
         )
 
-    def take_in(self, take_in: TakeIn, *inputs: Sequence[Array], all_finite: Array) -> tuple[Array, ...]:
+    def take_in(self, take_in: TakeIn, *inputs: Sequence[Array], go: Array) -> tuple[Array, ...]:
         """The accumulated values with a step's input; the old ones in a step that is skipped.
 
-        In a skipped step `to_reset` stands, so the old values are not settled. The choice is made entry by entry,
-        because XLA would copy the state for a conditional around the whole step. Every leaf's blocks are replaced in
+        In a skipped step `to_reset` stands, so the old values are not settled. Every leaf's blocks are replaced in
         place, so that neither the leaves nor the results have to be joined. A value computed from another new value
         costs an array of gradient length: do that in a pass of its own.
 
         Args:
           take_in: take_in(values, inputs, was_sent), of blocks [b, 32, 128], `values` settled, `was_sent` bool.
           *inputs: the bucket's leaves: of the gradient, of its squares.
-          all_finite: bool.
+          go: bool.
         """
         accumulated = self.accumulated
         for part in self.bucket.parts():
             # Read from the array that is written to: XLA would copy one that it finds in use beside it.
             settled, old, was_sent = self._settled_part(accumulated, part)
             given = tuple(self.bucket.join_part(part, leaves) for leaves in inputs)
-            new = [jnp.where(all_finite, x, y) for x, y in zip(take_in(settled, given, was_sent), old, strict=True)]
+            new = kept_unless(go, tuple(take_in(settled, given, was_sent)), old)
             accumulated = tuple(
                 lax.dynamic_update_slice_in_dim(x, y, part.begin, 0) for x, y in zip(accumulated, new, strict=True)
             )
@@ -133,16 +133,16 @@ class SparseState:
         return tuple(jnp.where(was_sent, x, y) for x, y in zip(left, old, strict=True)), old, was_sent
 
     def after(
-        self, exchanged: Exchanged, values: tuple[Array, ...], all_finite: Array, sent_with: PyTree = ()
+        self, exchanged: Exchanged, values: tuple[Array, ...], go: Array, sent_with: PyTree = ()
     ) -> "SparseState":
         """The state after an exchange of `values`, as `take_in` returned them: sent entries are to be reset."""
         return dataclasses.replace(
             self,
             accumulated=values,
-            to_reset=jnp.where(all_finite, exchanged.sent, self.to_reset),
-            sent_with=jax.tree.map(lambda new, old: jnp.where(all_finite, new, old), sent_with, self.sent_with),
+            to_reset=kept_unless(go, exchanged.sent, self.to_reset),
+            sent_with=kept_unless(go, sent_with, self.sent_with),
             transport=exchanged.transport,
-            step=self.step + all_finite,
+            step=self.step + go,
         )
 
 

@@ -28,6 +28,7 @@ from gcjax._kernels.bits import LANES, WORD
 from gcjax._sparse.compaction import START, Cursor, next_set_bits
 from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_choice
+from gcjax._xla import computed_once
 
 WIRES = ("compact", "word")
 CHUNKS = 64  # of the largest message, at most
@@ -153,9 +154,7 @@ class Wire(NamedTuple):
         def write_chunk(number, state):
             cursor, body = state
             place, cursor = next_set_bits(padded, size, cursor, chunk, window)
-            # The remainder changes nothing. XLA computes one by an unknown number once; otherwise it would compute the
-            # place again in each use.
-            place = place % jnp.maximum(total, size * WORD)
+            place = computed_once(place, jnp.maximum(total, size * WORD))
             slot = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
             code = jnp.where(slot < total, code_at(place), 0)
             return cursor, self._put(body, number, slot, place, code, slot < total, rung)

@@ -31,7 +31,17 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.chunks import ChunkGroup, Chunks, chunk_groups, from_groups, into_groups, largest_of_rows, sum_sent
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
-from gcjax.extend import Bucket, Compressor, bits_float, compress, dense_report, float_bits, pack_uint, unpack_uint
+from gcjax.extend import (
+    Bucket,
+    Compressor,
+    StepResult,
+    bits_float,
+    compress,
+    dense_report,
+    float_bits,
+    pack_uint,
+    unpack_uint,
+)
 
 INDEX_BITS = 16
 
@@ -112,33 +122,30 @@ def demo_compress(
     def init(bucket: Bucket) -> DemoState:
         return DemoState(tuple(jnp.zeros(g.shape).reshape(-1) for g in chunk_groups(bucket, chunk)), chunk, bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
         groups = chunk_groups(bucket, chunk)
-        taken = into_groups(gradient, bucket, chunk, _transform)
+        taken = into_groups(step.gradient, bucket, chunk, _transform)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        delta = [
-            jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)
-        ]
+        delta = [jnp.where(step.go, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)]
         indices = [largest_of_rows(jnp.abs(x).reshape(g.shape), top_k) for x, g in zip(delta, groups, strict=True)]
         at = [g.flat(found) for g, found in zip(groups, indices, strict=True)]
         values = [x[positions] for x, positions in zip(delta, at, strict=True)]
         index = jnp.concatenate([jnp.ravel(found) for found in indices])
         payload = jnp.concatenate([pack_uint(index, INDEX_BITS), float_bits(jnp.concatenate(values))])
-        payloads = comm.gather(payload)
+        payloads = step.comm.gather(payload)
         shapes = [found.shape for found in indices]
 
         def decode(payload):
             return _decode(payload, len(payloads), groups, shapes)
 
-        mean = sum_sent(payloads, decode, [math.prod(g.shape) for g in groups], all_finite)
+        mean = sum_sent(payloads, decode, [math.prod(g.shape) for g in groups], step.go)
         kept = tuple(
-            x.at[positions].set(jnp.where(all_finite, 0, value), unique_indices=True)
+            x.at[positions].set(jnp.where(step.go, 0, value), unique_indices=True)
             for x, positions, value in zip(delta, at, values, strict=True)
         )
         report = dense_report(len(index), (INDEX_BITS + 32) * len(index))
-        return from_groups(mean, bucket, chunk, _inverse), DemoState(kept, chunk, bucket), report
+        return StepResult(from_groups(mean, bucket, chunk, _inverse), DemoState(kept, chunk, bucket), report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -29,6 +29,7 @@ from gcjax.extend import (
     Groups,
     Message,
     SparseState,
+    StepResult,
     add_gradient,
     capacities_for,
     check_capacity,
@@ -116,17 +117,16 @@ def dryden_compress(
         no_means = (jnp.zeros(len(bucket.segments)),) * 2
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=no_means)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        (a,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
+        (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         mask, means = _select(a, density, bucket, state.step)
         message = Message(
             a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means), wire=wire
         )
-        exchanged = exchange(message, state.transport, comm, all_finite)
-        new = state.after(exchanged, (a,), all_finite, sent_with=tuple(jnp.split(means, 2)))
-        return exchanged.mean, new, exchanged.report
+        exchanged = exchange(message, state.transport, step.comm, step.go)
+        new = state.after(exchanged, (a,), step.go, sent_with=tuple(jnp.split(means, 2)))
+        return StepResult(exchanged.mean, new, exchanged.report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

@@ -22,7 +22,17 @@ import optax
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_random_key, static_share
-from gcjax.extend import Bucket, CodecState, Compressor, compress, count_for_density, dense_report, hash_bits, step_key
+from gcjax.extend import (
+    Bucket,
+    CodecState,
+    Compressor,
+    StepResult,
+    compress,
+    count_for_density,
+    dense_report,
+    hash_bits,
+    step_key,
+)
 
 
 def random_k_compress(
@@ -82,29 +92,28 @@ def random_k_compress(
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(bucket.shape if feedback else 1), jnp.int32(0), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
-        bucket, x = state.bucket, state.bucket.join(gradient)
+    def update(step, state):
+        bucket, x = state.bucket, state.bucket.join(step.gradient)
         if feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in its buffer
-            x = jnp.where(all_finite, state.error + x, state.error)
+            x = jnp.where(step.go, state.error + x, state.error)
         entries = bucket.words * WORD
         size = min(block, entries)
         blocks = -(-entries // size)
         count = count_for_density(density, blocks)
-        step = comm.max(state.step)  # equal on all workers already; this makes it typed as equal
-        drawn = _draw(step_key(key, step, bucket), count, blocks)
+        number = step.comm.max(state.step)  # equal on all workers already; this makes it typed as equal
+        drawn = _draw(step_key(key, number, bucket), count, blocks)
         within = jnp.arange(size, dtype=jnp.int32)
         place = _place((drawn[:, None] * size + within).reshape(-1), bucket)
         own = x.at[place].get(mode="fill", fill_value=0)  # the last block may extend past the end
-        values = comm.mean(own if feedback else own * (blocks / count))
+        values = step.comm.mean(own if feedback else own * (blocks / count))
         # The fill value depends on the values, so that XLA can write the zeros into the gradient's buffer.
-        fill = jnp.where(all_finite & ~jnp.isnan(values[0]), 0.0, jnp.nan)
+        fill = jnp.where(step.go & ~jnp.isnan(values[0]), 0.0, jnp.nan)
         mean = jnp.full(bucket.shape, fill).at[place].add(values, mode="drop", unique_indices=True)
         error = state.error
         if feedback:
-            error = x.at[place].set(jnp.where(all_finite, 0, own), mode="drop", unique_indices=True)
-        new = CodecState(error, step + all_finite, bucket)
-        return bucket.split(mean), new, dense_report(len(own), 32 * len(own))
+            error = x.at[place].set(jnp.where(step.go, 0, own), mode="drop", unique_indices=True)
+        new = CodecState(error, number + step.go, bucket)
+        return StepResult(bucket.split(mean), new, dense_report(len(own), 32 * len(own)))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

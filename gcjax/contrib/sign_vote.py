@@ -28,6 +28,7 @@ from gcjax.extend import (
     Compressor,
     EmptyState,
     SendReport,
+    StepResult,
     compress,
     dense_report,
     pack_mask,
@@ -87,10 +88,9 @@ def sign_vote_compress(
     [ 1. -1.  1.]
     """
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        return _vote(bucket.join(gradient), bucket, comm, all_finite), state, _report(bucket)
+        return StepResult(_vote(bucket.join(step.gradient), bucket, step.comm, step.go), state, _report(bucket))
 
     method = Compressor(EmptyState, update)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
@@ -134,12 +134,11 @@ def signum_compress(
     def init(bucket: Bucket) -> SignumState:
         return SignumState(jnp.zeros(bucket.shape), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        m = momentum * state.momentum + (1 - momentum) * bucket.join(gradient)
-        m = jnp.where(all_finite, m, state.momentum)
-        return _vote(m, bucket, comm, all_finite), SignumState(m, bucket), _report(bucket)
+        m = momentum * state.momentum + (1 - momentum) * bucket.join(step.gradient)
+        m = jnp.where(step.go, m, state.momentum)
+        return StepResult(_vote(m, bucket, step.comm, step.go), SignumState(m, bucket), _report(bucket))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -148,13 +147,13 @@ def _report(bucket: Bucket) -> SendReport:
     return dense_report(bucket.entries, bucket.entries)
 
 
-def _vote(x: Array, bucket: Bucket, comm: Comm, all_finite: Array) -> tuple[Array, ...]:
-    """The sign, +1 or -1, of each entry on most workers, for each leaf; NaN unless `all_finite`."""
+def _vote(x: Array, bucket: Bucket, comm: Comm, go: Array) -> tuple[Array, ...]:
+    """The sign, +1 or -1, of each entry on most workers, for each leaf; NaN unless `go`."""
     words = pack_mask(x < 0)[: bucket.words]
     share = -(-len(words) // comm.size)
     shares = jnp.pad(words, (0, share * comm.size - len(words))).reshape(comm.size, share)
     voted = comm.gather(_majority(comm.all_to_all(shares))).reshape(-1)[: len(words)]
-    return bucket.split(jnp.where(all_finite, jnp.where(unpack_mask(voted), -1.0, 1.0), jnp.nan))
+    return bucket.split(jnp.where(go, jnp.where(unpack_mask(voted), -1.0, 1.0), jnp.nan))
 
 
 def _majority(votes: Array) -> Array:

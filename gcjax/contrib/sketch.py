@@ -35,6 +35,7 @@ from gcjax.extend import (
     Compressor,
     Exchanged,
     SparseState,
+    StepResult,
     add_gradient,
     bits_float,
     compress,
@@ -120,46 +121,45 @@ def sketch_compress(
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=reset_to_zero, transport="all_gather", arrays=1 if momentum == 0 else 2)
 
-    def accumulate(state, gradient, all_finite):
+    def accumulate(state, gradient, go):
         if momentum == 0:
-            return state.take_in(add_gradient, gradient, all_finite=all_finite)
+            return state.take_in(add_gradient, gradient, go=go)
         # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
-        _, u = state.take_in(add_to_velocity, gradient, all_finite=all_finite)
+        _, u = state.take_in(add_to_velocity, gradient, go=go)
         v = state.accumulated[0]
-        return jnp.where(all_finite, jnp.where(unpack_mask(state.to_reset), 0, v) + u, v), u
+        return jnp.where(go, jnp.where(unpack_mask(state.to_reset), 0, v) + u, v), u
 
     def add_to_velocity(values, inputs, was_sent):
         (v, u), (g,) = values, inputs
         return v, momentum * u + g
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
         width = min(10 * k if columns is None else columns, bucket.entries)
         slots = min(candidates * k, bucket.entries)
-        values = accumulate(state, gradient, all_finite)
+        values = accumulate(state, step.gradient, step.go)
         v = values[0].reshape(-1)
         # The steps are equal on all workers already; the maximum makes them, and the draw, typed as equal.
-        hashes = _draw(step_key(key, comm.max(state.step), bucket), rows, width, bucket.size)
-        table = comm.mean(_sketch(v, hashes, width))
+        hashes = _draw(step_key(key, step.comm.max(state.step), bucket), rows, width, bucket.size)
+        table = step.comm.mean(_sketch(v, hashes, width))
         estimates = _estimate(table, hashes, bucket.size)
         possible = parameters_only(estimates.reshape(bucket.shape), bucket)
         found = assign_slots(top_k_mask(possible, slots))
         index, slot = slot_indices(found, slots), jnp.arange(slots, dtype=jnp.int32)
         position = position_of(index)
-        w = comm.mean(jnp.where(slot < found.total, v[position], 0))
+        w = step.comm.mean(jnp.where(slot < found.total, v[position], 0))
         sent = unpack_mask(top_k_mask(to_blocks(w), k)).reshape(-1)[:slots]
         count = jnp.sum(sent, dtype=jnp.int32)
         # The second condition is always true; it makes XLA write the zeros after the last use of the estimates.
-        fill = jnp.where(all_finite & (count <= slots), 0.0, jnp.nan)
+        fill = jnp.where(step.go & (count <= slots), 0.0, jnp.nan)
         mean = _overwritten(estimates, width, lambda stretch: jnp.full(width, fill))
         # Unused slots go out of bounds, each to a position of its own, so that "unique" holds for them too.
         mean = mean.at[jnp.where(sent, position, bucket.size + slot)].add(w, mode="drop", unique_indices=True)
         report = dense_report(count, 32 * (rows * width + slots))._replace(capacity=jnp.int32(k))
         sent_mask = _packed_mask(index, sent, bucket.size // WORD)
         exchanged = Exchanged(bucket.split(mean), sent_mask, state.transport, report)
-        return exchanged.mean, state.after(exchanged, values, all_finite), report
+        return StepResult(exchanged.mean, state.after(exchanged, values, step.go), report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

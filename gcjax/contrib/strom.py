@@ -20,6 +20,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepResult,
     add_gradient,
     capacities_for,
     check_capacity,
@@ -89,14 +90,13 @@ def strom_compress(
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=jnp.float32(threshold))
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        (r,) = state.take_in(add_gradient, gradient, all_finite=all_finite)
+        (r,) = state.take_in(add_gradient, step.gradient, go=step.go)
         slots = capacities_for(capacity, bucket.entries)
         message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots, wire=wire)
-        exchanged = exchange(message, state.transport, comm, all_finite)
-        new = state.after(exchanged, (r,), all_finite, sent_with=jnp.float32(threshold))
-        return exchanged.mean, new, exchanged.report
+        exchanged = exchange(message, state.transport, step.comm, step.go)
+        new = state.after(exchanged, (r,), step.go, sent_with=jnp.float32(threshold))
+        return StepResult(exchanged.mean, new, exchanged.report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

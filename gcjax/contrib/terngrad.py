@@ -29,6 +29,7 @@ from gcjax.extend import (
     CodecState,
     Compressor,
     Groups,
+    StepResult,
     bits_float,
     compress,
     dense_codec,
@@ -111,20 +112,23 @@ def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(1), jnp.int32(0), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
-        bucket, groups, x = state.bucket, leaf_groups(state.bucket), state.bucket.join(gradient)
+    def update(step, state):
+        bucket, groups, x = state.bucket, leaf_groups(state.bucket), state.bucket.join(step.gradient)
         limit = _largest_clipped(x, groups, clip)
-        scale = comm.max(limit)
-        draw = uniform(step_key(key, state.step, bucket, comm.rank()), bucket.positions())
+        scale = step.comm.max(limit)
+        draw = uniform(step_key(key, state.step, bucket, step.comm.rank()), bucket.positions())
         clipped = jnp.minimum(jnp.abs(x), groups.per_entry(limit))
         taken = draw * groups.per_entry(scale) < clipped
-        field = field_bits(comm.size)
-        total = comm.sum(_pack_fields(jnp.where(taken, jnp.where(x < 0, 0, jnp.uint32(2)), 1), field, bucket.words))
-        count = _unpack_fields(total, field).astype(jnp.float32) - comm.size
-        mean = bucket.split(jnp.where(all_finite, count / comm.size * groups.per_entry(scale), jnp.nan))
+        field = field_bits(step.comm.size)
+        total = step.comm.sum(
+            _pack_fields(jnp.where(taken, jnp.where(x < 0, 0, jnp.uint32(2)), 1), field, bucket.words)
+        )
+        count = _unpack_fields(total, field).astype(jnp.float32) - step.comm.size
+        mean = bucket.split(jnp.where(step.go, count / step.comm.size * groups.per_entry(scale), jnp.nan))
         bits = field * bucket.entries + 32 * len(groups)
-        return mean, CodecState(state.error, state.step + all_finite, bucket), dense_report(bucket.entries, bits)
+        return StepResult(
+            mean, CodecState(state.error, state.step + step.go, bucket), dense_report(bucket.entries, bits)
+        )
 
     return Compressor(init, update)
 

@@ -34,24 +34,19 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
         x_i <- sum_j W_ij x_j + u_i
 
     with the incoming updates u and the weights W of `mixing_matrix`: 1/3 each on a ring. The larger
-    `gcjax.gossip.spectral_gap(graph, workers)`, the faster the workers agree. The models before the local update are
-    averaged, so communication need not wait for the gradient.
-
-    It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.d_psgd("ring", axis_name="data"))`. An update sends one
+    `gcjax.gossip.spectral_gap(graph, workers)`, the faster the workers agree. It ends a chain. An update sends one
     model, 4 bytes per parameter, to each neighbour.
 
     Args:
-      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array; if directed, it must be regular.
+      graph: a name, or an array bool[workers, workers] whose entry [i, j] says that i sends to j; if directed, it must
+        be regular.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:
-      A transform like that of `gcjax.gossip.swarm_average`.
+      A transform like that of `gcjax.gossip.swarm_average`, also for input that is not finite.
 
     Raises:
-      TypeError, ValueError: not a graph; an unconnected graph (from `update` if its number of nodes is not known yet).
-
-    **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
-    around the optimiser before this transform.
+      TypeError, ValueError: not a graph; an unconnected graph; (from `update`) a graph that does not fit.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.d_psgd("ring"))  # a single worker: nothing is averaged

@@ -9,8 +9,8 @@ on their norm.
 lowest bit first: the integer of each entry modulo 2**bits.
 
 **Deviations.** Rounding is stochastic and therefore unbiased. The checksum covers the whole integers, before the
-modulo; the receiver computes it from the integers it decoded. If any is wrong, the two agree with a probability of
-about 2**-32. A scale for each entry replaces the random rotation.
+modulo: if any is decoded wrongly, the two agree with a probability of about 2**-32. A scale for each entry replaces the
+random rotation.
 """
 
 import jax.numpy as jnp

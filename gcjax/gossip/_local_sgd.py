@@ -8,12 +8,11 @@ arXiv 2311.08105, algorithm 1; in fragments Arthur Douillard et al., "Streaming 
 **Wire format.** An all-reduce of the model or fragment, float32[bucket.entries] per bucket, or what the compressor
 sends.
 
-**Deviations.** Streaming DiLoCo: a fragment is made of leaves, by default so that all fragments are about as large; the
-paper's are made of whole layers, which `fragments` can say, too. What is sent is float32 unless there is a compressor;
-the paper rounds it to 4-bit floats, and `gcjax.qsgd_compress` to 15 evenly spaced levels. The first fragment is sent
-after local_steps / fragments updates, not after local_steps. What is sent arrives within the update that sends it, and
-is kept until it is mixed in: in one compiled step, XLA runs a collective in a conditional where it stands, so that
-`delay` gives the paper's updates, and hides no time.
+**Deviations.** Streaming DiLoCo: a fragment is made of leaves, not of whole layers, unless `fragments` says so. Without
+a compressor its messages are float32; the paper's are 4-bit floats, those of `gcjax.qsgd_compress` have 15 evenly
+spaced levels. The first fragment is sent after local_steps / fragments updates, not after local_steps. A message
+arrives within the update that sends it, and waits until it is mixed in: XLA runs a collective in a conditional where it
+stands, so `delay` gives the paper's updates and hides no time.
 """
 
 import functools
@@ -81,24 +80,20 @@ def local_sgd(
         a <- a + outer(D)
         x_i <- x_i + mixing * (a - x_i)
 
-    with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of
-    DiLoCo is `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models are
-    mixed with their mean. With `mixing=1` they are equal after an exchange, up to the rounding of this last update.
-    Keep the parameters in float32: a bfloat16 model that is only averaged loses changes below half a unit in the last
-    place. With an outer optimiser or a compressor the anchor is float32 for any parameters, and small changes add up.
+    with the anchor a, the parameters after the last exchange, and the compressor C. The outer optimiser of DiLoCo is
+    `optax.sgd(0.7, momentum=0.9, nesterov=True)`. Without an outer optimiser and a compressor the models are mixed with
+    their mean; keep them in float32 then, because a bfloat16 model that is only averaged loses changes below half a
+    unit in the last place. The anchor is at least float32.
 
-    It ends a chain: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(100, outer=optax.sgd(0.7, momentum=0.9,
-    nesterov=True), axis_name="data"))`. The inner optimiser's state stays local. Between exchanges nothing is sent.
+    It ends a chain. The inner optimiser's state stays local. Other updates send nothing. Recipes, each after an inner
+    optimiser, and each with `axis_name="data"`:
 
-    Recipes, each with an inner optimiser before it:
-
-    - SparseLoCo: `local_sgd(30, compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data")`. The
-      residual of the compressor stands in for the outer momentum.
-    - MuLoCo: `optax.contrib.muon(0.02)` as inner optimiser, and `local_sgd(30, outer=optax.sgd(0.7, momentum=0.6,
-      nesterov=True), compressor=gcjax.sparse_loco_compress(4096, bits=4, axis_name="data"), axis_name="data")`, which
-      sends every entry in 4 bits.
-    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5, axis_name="data")`. With
-      `compressor=gcjax.qsgd_compress(4, key=key, transport="two_phase", axis_name="data")` it sends 4 bits an entry.
+    - DiLoCo: `local_sgd(100, outer=optax.sgd(0.7, momentum=0.9, nesterov=True))`.
+    - SparseLoCo: `local_sgd(30, compressor=gcjax.sparse_loco_compress())`; its residual replaces the outer momentum.
+    - MuLoCo, after `optax.contrib.muon(0.02)`: `local_sgd(30, outer=optax.sgd(0.7, momentum=0.6, nesterov=True),
+      compressor=gcjax.sparse_loco_compress(4096, bits=4))`.
+    - Streaming DiLoCo: `local_sgd(100, outer=..., fragments=4, delay=5)`; in 4 bits with
+      `compressor=gcjax.qsgd_compress(4, key=key, transport="two_phase")`.
 
     Args:
       local_steps: updates from one exchange to the next, including the one that exchanges.
@@ -106,15 +101,13 @@ def local_sgd(
       compressor: a transform of gcjax over the same axis, such as `gcjax.top_k_compress(0.01, axis_name="data")`, that
         replaces the dense mean; None for the dense mean.
       fragments: number of parts in which the model is exchanged, each in every `local_steps`-th update but at its own
-        time, so that each exchange is smaller. Leaves are assigned so that the parts are about equal. Or the number
-        of each leaf's part, from 0: a prefix of the parameters' tree that is more than a number, such as `{"embed": 0,
-        "layers": [0, 1, 2], "head": 2}`.
+        time. Leaves are assigned so that the parts are about equal. Or the number of each leaf's part, from 0: a prefix
+        of the parameters' tree, such as `{"embed": 0, "layers": [0, 1, 2], "head": 2}`.
       delay: updates between the one that sends and the one that takes the outer step and mixes, below `local_steps`.
-        Until then the state holds a float32 more per parameter. What still waits when training ends is not applied.
-      mixing: in (0, 1], how much of the anchor replaces a worker's own parameters. 1 - mixing is alpha in the paper on
-        Streaming DiLoCo. None is 1 without a delay, and 0.5 with one: 1 would discard what a worker has learnt since
-        it sent. Below 1 the compressor must keep no residual: a worker's own parameters keep a part of what is in
-        it too, which would be sent twice.
+        Until then the state holds a float32 more per parameter. A message still waiting at the end is not applied.
+      mixing: in (0, 1], the anchor's share in a worker's new parameters; 1 - alpha of the Streaming DiLoCo paper. None
+        is 1 without a delay, and 0.5 with one: 1 would discard the progress since the message. Below 1 the compressor
+        must keep no residual, of which the worker's own parameters keep a part, too: it would be sent twice.
       axis_name: mesh axis or axes of the workers; None for a single worker.
 
     Returns:
@@ -126,8 +119,8 @@ def local_sgd(
         other axes or, with `mixing` below 1, keeps a residual; more fragments than leaves, `fragments` that do not fit
         the parameters.
 
-    **Randomness**: the compressor's. **Bias**: the compressor's. **Non-finite input** reaches all workers in an
-    exchange, and the anchor: put `optax.apply_if_finite` around the optimiser before this transform.
+    Input that is not finite reaches all workers in an exchange, and the anchor: put `optax.apply_if_finite` around the
+    optimiser before this transform.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = gcjax.gossip.local_sgd(1, outer=optax.sgd(0.5))  # half of the way that the worker has gone

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gcjax.gossip._graphs import Graph, adjacency, is_undirected, reachable, shifts, sides
+from gcjax.gossip._graphs import Graph, adjacency, is_undirected, reachable, shifts
 
 MOST_MATCHINGS = 64  # each is a branch of the compiled program
 
@@ -24,15 +24,13 @@ def rounds(graph: Graph, n: int) -> np.ndarray:
 def matchings(graph: Graph, n: int) -> np.ndarray:
     """int32[k, n]: matchings `partner` (an involution; partner[i] == i sits out) of an undirected graph.
 
-    An SPMD program can draw one of them with equal chances; it cannot draw any matching, because a permutation of
-    devices must be known at compile time. Every matching is maximal, and together they connect the graph. k is at most
-    64, unless 64 of them do not connect the graph: a star of n nodes needs n - 1. For the complete graph they are a
-    round-robin tournament (64 of its rounds for more workers), for an even ring its two halves, and so on. If one
-    worker must sit out, it is not always the same one.
+    An SPMD program draws one of them with equal chances, because a permutation of devices must be known at compile
+    time. Every matching is maximal, and together they connect the graph. k is at most 64, unless 64 of them do not
+    connect the graph: a star of n nodes needs n - 1. For the complete graph they are a round-robin tournament, for an
+    even ring its two halves. If one worker must sit out, it is not always the same one.
 
     Averaging over a random matching is a projection W. The expected fall of the squared distance from the mean,
-    1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn, so a tournament does as well as all perfect
-    matchings.
+    1 - E[W'W] = 1 - E[W], depends only on how often each edge is drawn.
 
     Raises:
       ValueError: a directed graph.
@@ -40,14 +38,11 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
     linked = adjacency(graph, n)
     if not is_undirected(linked):
         raise ValueError(f"pairs of workers average both ways: the graph must be undirected, got {graph!r}")
-    if n == 1:
-        return np.zeros((1, 1), np.int32)
-    is_ring = isinstance(graph, str) and (graph == "ring" or (graph == "torus" and sides(n)[0] == 1))
-    if is_ring and n % 2 and n <= MOST_MATCHINGS:
+    if isinstance(graph, str) and graph == "ring" and n % 2 and n <= MOST_MATCHINGS:
         step = np.arange(n)
         partner = np.where(step == 0, 0, np.where(step % 2, step + 1, step - 1))  # 0 sits out
         return np.array([(np.roll(partner, by) + by) % n for by in range(n)], np.int32)
-    family = _tournament(n) if linked.sum() == n * (n - 1) else rounds(graph, n)
+    family = rounds(linked, n)
     if not all(_is_maximal(linked, partner) for partner in family):
         return _balanced(linked)
     some = family[np.random.default_rng(0).permutation(len(family))[:MOST_MATCHINGS]]
@@ -56,14 +51,11 @@ def matchings(graph: Graph, n: int) -> np.ndarray:
 
 def _tournament(n: int) -> np.ndarray:
     """Round robin: n - 1 rounds, or n rounds in each of which one sits out. The last stays in place, the rest turn."""
-    turning = n - 1 + n % 2
-    table = np.tile(np.arange(n, dtype=np.int32), (turning if n > 1 else 0, 1))
-    for r, partner in enumerate(table):
-        for k in range(1, turning // 2 + 1):
-            a, b = (r + k) % turning, (r - k) % turning
-            partner[a], partner[b] = b, a
-        if n % 2 == 0:
-            partner[r], partner[n - 1] = n - 1, r
+    turn = np.arange(n - 1 + n % 2)
+    table = np.tile(np.arange(n, dtype=np.int32), (len(turn), 1))
+    table[:, : len(turn)] = (2 * turn[:, None] - turn) % len(turn)
+    if n % 2 == 0:
+        table[turn, turn], table[:, -1] = n - 1, turn
     return table
 
 
@@ -74,7 +66,7 @@ def _coloured(linked: np.ndarray) -> np.ndarray:
     table: list[np.ndarray] = []
     for i, j in np.argwhere(np.triu(linked) if undirected else linked):
         for to in table:
-            if to[i] == i and not np.any(to[np.arange(n) != j] == j) and (to[j] == j or not undirected):
+            if to[i] == i and not np.any(to[np.arange(n) != j] == j):
                 break
         else:
             to = np.arange(n, dtype=np.int32)

@@ -38,28 +38,21 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         z_i = x_i / w_i
 
     with the incoming updates u. P is column stochastic: a worker keeps half and sends half, or keeps everything if it
-    has no neighbour in this round. **The parameters are z, the de-biased ones**: the gradient is taken at them, and
-    nothing else needs to be done. The weights start at 1 and sum to the number of workers. They stay 1 if every worker
-    sends and receives in every round, as on the exponential graph. `gcjax.gossip.info` returns them, and `mean_params`
-    takes them.
-
-    It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.sgp(axis_name="data"))`. An update sends at most one
-    model, 4 bytes per parameter.
+    has no neighbour in this round. **The parameters are z, the de-biased ones**: the gradient is taken at them. The
+    weights start at 1 and sum to the number of workers. They stay 1 if every worker sends and receives in every round,
+    as on the exponential graph. `gcjax.gossip.info` returns them, and `mean_params` takes them. It ends a chain. An
+    update sends at most one model, 4 bytes per parameter.
 
     Args:
-      graph: a name, `random_regular(degree)`, pairs of node numbers or a bool array, whose entry [i, j] says that i
-        sends to j. Its edges are used in rounds, in each of which no worker sends or receives twice.
+      graph: a name, or an array bool[workers, workers] whose entry [i, j] says that i sends to j. Its edges are
+        used in rounds, in each of which no worker sends or receives twice.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:
-      A transform like that of `gcjax.gossip.swarm_average`.
+      A transform like that of `gcjax.gossip.swarm_average`, also for input that is not finite.
 
     Raises:
-      TypeError, ValueError: not a graph; a graph that is not strongly connected (from `update` if its number of nodes
-        is not known yet).
-
-    **Randomness**: none. **Non-finite input** reaches the neighbours and stays visible: put `optax.apply_if_finite`
-    around the optimiser before this transform.
+      TypeError, ValueError: not a graph; a graph that is not strongly connected; (from `update`) one that does not fit.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.sgp())  # a single worker: nothing is sent

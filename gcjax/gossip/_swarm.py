@@ -59,37 +59,31 @@ def swarm_average(
         x_i <- x_i + (Q(x_j) - Q(x_i)) / 2
 
     for the pairs (i, j) of a matching, which a shared key draws from `matchings(graph, workers)`. Without `bits`, Q is
-    the identity. With `bits` it is the modulo lattice of Davies et al., whose error depends on how far apart the models
-    are, not on how large they are. Each leaf has one scale, a power of two, chosen from the largest recent distance
-    between partners so that the models may be 2 to 4 times as far apart. A checksum detects models that are further
-    apart; then all workers repeat that exchange in full precision, and `gcjax.gossip.info` counts it. They also do so
-    in the first exchange, before any distance is known.
+    the identity. With `bits` it is the modulo lattice. Each leaf has one scale, a power of two, chosen from the largest
+    recent distance between partners so that the models may be 2 to 4 times as far apart. A checksum detects models that
+    are further apart. Then, and in the first exchange, all workers exchange in full precision; `info` counts repeats.
 
     It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.swarm_average(bits=8, key=jax.random.key(0),
-    axis_name="data"))`. Momentum stays local. An exchange sends one model per worker, 4 or bits / 8 bytes per
-    parameter, whatever the number of workers. With `bits` it also makes an all-reduce of one word per leaf, to agree on
-    the scales and on whether to repeat. Between exchanges nothing is sent.
+    axis_name="data"))`. An exchange sends one model per worker, 4 or bits / 8 bytes per parameter; with `bits` also an
+    all-reduce of a word per leaf. Other updates send nothing.
 
     Args:
       local_steps: updates from one exchange to the next, including the one that exchanges.
       bits: None for full precision, or 4 to 16.
-      graph: which workers may be paired: a name, `random_regular(degree)`, pairs of node numbers or a symmetric bool
-        array. If the number of workers is odd, one sits out, not always the same one.
+      graph: which workers may be paired: a name, or a symmetric array bool[workers, workers]. If the number
+        of workers is odd, one sits out, not always the same one.
       key: random key, made by `jax.random.key(seed)`, the same on all workers.
       axis_name: mesh axis or axes of the workers; None for a single worker, for which this does nothing.
 
     Returns:
-      A transform whose `update(updates, state, params)` needs the worker's own parameters, a pytree of floating-point
-      leaves, and returns updates with which `optax.apply_updates` gives the averaged ones.
+      A transform whose `update(updates, state, params)` needs the worker's own floating-point parameters.
 
     Raises:
-      TypeError, ValueError: an argument out of range; an unconnected graph (from `update` if its number of nodes is not
-        known yet).
+      TypeError, ValueError: an argument out of range; (from `update` with a named graph) a graph that does not fit.
 
-    **Randomness**: matchings and roundings are the same draws on all workers. **Bias**: none; the mean over the workers
-    is kept up to rounding errors of the parameters' dtype. **Non-finite input** reaches the partners and stays visible:
-    put `optax.apply_if_finite` around the optimiser before this transform, not around the chain, because a worker that
-    skips an exchange would leave the others waiting.
+    The mean over the workers is kept up to rounding errors of the parameters' dtype. Input that is not finite reaches
+    the partners and stays visible: put `optax.apply_if_finite` around the optimiser before this transform, not around
+    the chain, because a worker that skips an exchange would leave the others waiting.
 
     >>> import gcjax, jax, jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.sgd(0.5), gcjax.gossip.swarm_average(key=jax.random.key(0)))

@@ -13,7 +13,16 @@ import optax
 from gcjax._kernels.buckets import split_vector
 from gcjax._types import AxisNames
 from gcjax._validation import check_choice, check_transport
-from gcjax.extend import Compressor, EmptyState, add_decoded, compress, dense_report, gather_mean, goes_through_owners
+from gcjax.extend import (
+    Compressor,
+    EmptyState,
+    StepResult,
+    add_decoded,
+    compress,
+    dense_report,
+    gather_mean,
+    goes_through_owners,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -60,7 +69,7 @@ def dense_compress(
     def widen(bits):
         return jax.lax.bitcast_convert_type(bits, jnp.dtype(name)).astype(jnp.float32)
 
-    def mean_of_rounded(flat, comm, all_finite):
+    def mean_of_rounded(flat, comm, go):
         def piece(workers):
             return -(-flat.size // workers)
 
@@ -68,22 +77,21 @@ def dense_compress(
             bits = narrow(flat)
             if comm.size == 1:  # nothing moves, and XLA would leave out the conversion and back
                 bits = jax.lax.optimization_barrier(bits)
-            return gather_mean(bits, widen, flat.shape, comm, all_finite), flat.size
+            return gather_mean(bits, widen, flat.shape, comm, go), flat.size
         width = piece(comm.size)
         rows = jnp.pad(flat, (0, comm.size * width - flat.size)).reshape(comm.size, width)
         own = add_decoded(jnp.zeros(width), comm.all_to_all(narrow(rows)), widen)
         return widen(comm.gather(narrow(own))).reshape(-1)[: flat.size], flat.size + width
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         entries = state.bucket.entries
         if name == "float32":
-            mean, bits = comm.mean(tuple(gradient)), 32 * entries
+            mean, bits = step.comm.mean(tuple(step.gradient)), 32 * entries
         else:
-            flat, sent = mean_of_rounded(jnp.concatenate([g.reshape(-1) for g in gradient]), comm, all_finite)
-            mean, bits = split_vector(flat, [g.shape for g in gradient]), 16 * sent
+            flat, sent = mean_of_rounded(jnp.concatenate([g.reshape(-1) for g in step.gradient]), step.comm, step.go)
+            mean, bits = split_vector(flat, [g.shape for g in step.gradient]), 16 * sent
         report = dense_report(entries, bits)
-        return tuple(jnp.where(all_finite, x, jnp.nan) for x in mean), state, report
+        return StepResult(tuple(jnp.where(step.go, x, jnp.nan) for x in mean), state, report)
 
     method = Compressor(EmptyState, update)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)

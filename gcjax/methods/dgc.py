@@ -32,6 +32,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepResult,
     capacities_for,
     check_capacity,
     check_transport,
@@ -151,14 +152,17 @@ def dgc_compress(
             bucket, reset=reset, transport=transport, arrays=2, sent_with=jnp.asarray(is_small(bucket))
         )
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket, small = state.bucket, is_small(state.bucket)
-        g = gradient if clip_norm is None else _clipped(gradient, clip_norm / math.sqrt(comm.size), bucket)
+        g = (
+            step.gradient
+            if clip_norm is None
+            else _clipped(step.gradient, clip_norm / math.sqrt(step.comm.size), bucket)
+        )
         # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
-        _, u = state.take_in(add_to_velocity, g, all_finite=all_finite)
+        _, u = state.take_in(add_to_velocity, g, go=step.go)
         v, added = state.accumulated[0], u + bucket.join(g) if nesterov else u
-        v = jnp.where(all_finite, jnp.where(unpack_mask(state.to_reset), 0, v) + added, v)
+        v = jnp.where(step.go, jnp.where(unpack_mask(state.to_reset), 0, v) + added, v)
 
         dense = sum(s.size for s in bucket.segments if s.size < dense_below)
         small_words = jnp.asarray(np.where(small[bucket.leaf_of_word()], ~np.uint32(0), np.uint32(0)))
@@ -166,10 +170,10 @@ def dgc_compress(
         slots = tuple(math.ceil(share * entries) for share in densities) if capacity is None else capacity
         mask = top_k_mask(v, k_at(state.step, entries), candidates=~small_words if dense else None)
         message = Message(v, mask, code, bucket, capacities_for(slots, bucket.entries))
-        exchanged = exchange(message, state.transport, comm, all_finite)
+        exchanged = exchange(message, state.transport, step.comm, step.go)
         mean, report = exchanged.mean, exchanged.report
         if dense:  # all of v of a small leaf is sent, so it holds just what this step has added
-            mean = _with_means(mean, bucket.split(v), small, comm, all_finite)
+            mean = _with_means(mean, bucket.split(v), small, step.comm, step.go)
             exchanged = exchanged._replace(sent=exchanged.sent | small_words)
             report = report._replace(
                 selected=report.selected + dense,
@@ -178,7 +182,7 @@ def dgc_compress(
                 payload_bits=report.payload_bits + 32 * dense,
                 entropy_bits=report.entropy_bits + 32 * dense,
             )
-        return mean, state.after(exchanged, (v, u), all_finite, sent_with=jnp.asarray(small)), report
+        return StepResult(mean, state.after(exchanged, (v, u), step.go, sent_with=jnp.asarray(small)), report)
 
     def add_to_velocity(values, inputs, was_sent):
         (v, u), (g,) = values, inputs
@@ -233,11 +237,11 @@ def _clipped(gradient: Sequence[Array], limit: ArrayLike, bucket: Bucket) -> lis
 
 
 def _with_means(
-    mean: Sequence[Array], own: Sequence[Array], small: np.ndarray, comm: Comm, all_finite: Array
+    mean: Sequence[Array], own: Sequence[Array], small: np.ndarray, comm: Comm, go: Array
 ) -> tuple[Array, ...]:
     """`mean`, in the small leaves replaced by the mean of the workers' own values, by one all-reduce."""
     values = comm.mean(jnp.concatenate([x.reshape(-1) for x, dense in zip(own, small, strict=True) if dense]))
-    values = jnp.where(all_finite, values, jnp.nan)
+    values = jnp.where(go, values, jnp.nan)
     ends = np.cumsum([x.size for x in mean] * small)
     leaves = zip(mean, small, ends, strict=True)
     return tuple(values[end - x.size : end].reshape(x.shape) if dense else x for x, dense, end in leaves)

@@ -30,7 +30,7 @@ from jax import lax
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import WORD, count_bits
 from gcjax._types import Array, ArrayLike, AxisNames
-from gcjax.extend import Bucket, Comm, Compressor, Segment, bits_float, compress, dense_report, float_bits
+from gcjax.extend import Bucket, Comm, Compressor, Segment, StepResult, bits_float, compress, dense_report, float_bits
 
 COLUMN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits per entry
 _UNROLLED = 16  # workers whose columns are added in one pass
@@ -94,36 +94,35 @@ def onebit_compress(
     def init(bucket: Bucket) -> OneBitState:
         return OneBitState(tuple(_blocks([jnp.zeros(s.shape) for s in bucket.segments], bucket)), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
-        matrices = _matrices(bucket, comm)
+        matrices = _matrices(bucket, step.comm)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        kept = [jnp.where(all_finite, e + g, e) for e, g in zip(state.errors, _blocks(gradient, bucket), strict=True)]
+        kept = [jnp.where(step.go, e + g, e) for e, g in zip(state.errors, _blocks(step.gradient, bucket), strict=True)]
         a = [m.pad(x) for m, x in zip(matrices, kept, strict=True)]
 
         # To the owners. A worker sends means of zero, which change nothing, in a skipped step and of its own columns.
         codes = [m.encode(x, m.heights) for m, x in zip(matrices, a, strict=True)]
-        first = [jnp.where(all_finite & ~m.is_owned(), means, 0) for m, (_, means) in zip(matrices, codes, strict=True)]
+        first = [jnp.where(step.go & ~m.is_owned(), means, 0) for m, (_, means) in zip(matrices, codes, strict=True)]
         shares = [m.shares(words, means) for m, (words, _), means in zip(matrices, codes, first, strict=True)]
-        received = _in_one(comm.all_to_all, shares)
+        received = _in_one(step.comm.all_to_all, shares)
         a = [m.add_to_owned(x, shares) for m, x, shares in zip(matrices, a, received, strict=True)]
 
         # From the owners.
         codes = [m.encode(m.owned(x, m.axis), m.owned(m.heights, 0)) for m, x in zip(matrices, a, strict=True)]
-        second = [jnp.where(all_finite, means / comm.size, 0) for _, means in codes]
+        second = [jnp.where(step.go, means / step.comm.size, 0) for _, means in codes]
         shares = [_code(words, means)[None] for (words, _), means in zip(codes, second, strict=True)]
-        gathered = _in_one(lambda shares: comm.gather(shares[0]), shares)
+        gathered = _in_one(lambda shares: step.comm.gather(shares[0]), shares)
         updates = [m.decode(m.unshare(shares)) for m, shares in zip(matrices, gathered, strict=True)]
 
-        taken = [m.replace_owned(x, comm.size * y, 1) for m, x, y in zip(matrices, first, second, strict=True)]
+        taken = [m.replace_owned(x, step.comm.size * y, 1) for m, x, y in zip(matrices, first, second, strict=True)]
         left = [
             m.without_padding(x - m.choose(x < 0, y), m.heights) for m, x, y in zip(matrices, a, taken, strict=True)
         ]
-        updates = [m.unpad(jnp.where(all_finite, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)]
+        updates = [m.unpad(jnp.where(step.go, x, jnp.nan)) for m, x in zip(matrices, updates, strict=True)]
         new = OneBitState(tuple(m.unpad(x) for m, x in zip(matrices, left, strict=True)), bucket)
         report = dense_report(bucket.entries, bucket.entries + 64 * sum(m.columns for m in matrices))
-        return _leaves(updates, bucket), new, report
+        return StepResult(_leaves(updates, bucket), new, report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 

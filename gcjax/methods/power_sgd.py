@@ -30,7 +30,7 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_integer, check_number, check_random_key
-from gcjax.extend import Bucket, Comm, Compressor, Mixing, compress, dense_report
+from gcjax.extend import Bucket, Comm, Compressor, Mixing, StepResult, compress, dense_report
 
 
 @jax.tree_util.register_dataclass
@@ -163,37 +163,36 @@ def power_sgd_compress(
             layout=layout,
         )
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         layout = state.layout
-        taken, others = layout.take(gradient)
+        taken, others = layout.take(step.gradient)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
         matrices = tuple(
-            jnp.where(all_finite, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
+            jnp.where(step.go, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
         )
-        given = state, matrices, others, jnp.where(all_finite, 0, jnp.nan)
+        given = state, matrices, others, jnp.where(step.go, 0, jnp.nan)
 
         values = others.size + sum(factor.size for factor in (*state.left, *state.right))
         report = dense_report(values, 32 * values)
         if start_step == 0:
             started = jnp.bool_(True)
-            mean, left, right = low_rank(comm, *given)
+            mean, left, right = low_rank(step.comm, *given)
         else:
-            started = comm.max(state.step) >= start_step  # equal on all workers already; now typed as equal
-            branch = comm.metered()
+            started = step.comm.max(state.step) >= start_step  # equal on all workers already; now typed as equal
+            branch = step.comm.metered()
             low_rank_branch, dense_branch = (_metered(mean, branch, *given) for mean in (low_rank, _dense))
             mean, left, right, wire_bytes = lax.cond(started, low_rank_branch, dense_branch)
             count = jnp.where(started, values, layout.bucket.entries)
             report = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
         new = PowerSGDState(
             accumulated=matrices,
-            left=tuple(jnp.where(all_finite, p, old) for p, old in zip(left, state.left, strict=True)),
-            right=tuple(jnp.where(all_finite, q, old) for q, old in zip(right, state.right, strict=True)),
-            whole=jnp.where(all_finite, ~started, state.whole),
-            step=state.step + all_finite,
+            left=tuple(jnp.where(step.go, p, old) for p, old in zip(left, state.left, strict=True)),
+            right=tuple(jnp.where(step.go, q, old) for q, old in zip(right, state.right, strict=True)),
+            whole=jnp.where(step.go, ~started, state.whole),
+            step=state.step + step.go,
             layout=layout,
         )
-        return mean, new, report
+        return StepResult(mean, new, report)
 
     low_rank = functools.partial(_low_rank, key, epsilon)
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

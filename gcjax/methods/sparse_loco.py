@@ -41,7 +41,7 @@ from gcjax._kernels.chunks import (
 from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
-from gcjax.extend import Bucket, Compressor, bits_float, compress, dense_report, float_bits
+from gcjax.extend import Bucket, Compressor, StepResult, bits_float, compress, dense_report, float_bits
 
 SIGMAS = 6  # standard deviations over which the bins lie
 LARGEST_CHUNK = 256
@@ -135,22 +135,21 @@ def sparse_loco_compress(
     def init(bucket: Bucket) -> SparseLocoState:
         return SparseLocoState(tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments), bucket)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
+    def update(step, state):
         bucket = state.bucket
         message = _Message(bucket, chunk_groups(bucket, chunk), top_k, bits)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        kept = [jnp.where(all_finite, decay * old + new, old) for old, new in zip(state.left, gradient, strict=True)]
+        kept = [jnp.where(step.go, decay * old + new, old) for old, new in zip(state.left, step.gradient, strict=True)]
         entries = into_groups(kept, bucket, chunk, Chunks.to_rows)
         magnitudes = into_groups(kept, bucket, chunk, lambda leaf, x: leaf.to_rows(jnp.abs(x), -1))
         payload = message.encode(entries, magnitudes)
 
         sent = add_sent([jnp.zeros(math.prod(g.shape)) for g in message.groups], message.decode(payload))
         own = from_groups(sent, bucket, chunk, Chunks.from_rows)
-        left = tuple(jnp.where(all_finite, x - y, x) for x, y in zip(kept, own, strict=True))
-        mean = from_groups(_mean(comm.gather(payload), message, average, all_finite), bucket, chunk, Chunks.from_rows)
+        left = tuple(jnp.where(step.go, x - y, x) for x, y in zip(kept, own, strict=True))
+        mean = from_groups(_mean(step.comm.gather(payload), message, average, step.go), bucket, chunk, Chunks.from_rows)
         report = dense_report(message.sent_entries(), message.payload_bits())
-        return mean, SparseLocoState(left, bucket), report
+        return StepResult(mean, SparseLocoState(left, bucket), report)
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
@@ -245,7 +244,7 @@ class _Message(NamedTuple):
         return [g.flat(next(indices)) if g in self.in_part else None for g in self.groups], words
 
 
-def _mean(payloads: Array, message: _Message, average: str, all_finite: Array) -> list[Array]:
+def _mean(payloads: Array, message: _Message, average: str, go: Array) -> list[Array]:
     """For each group the mean over all workers, or over those that sent an entry, float32[chunks * size]."""
     workers, sizes = len(payloads), [math.prod(g.shape) for g in message.groups]
 
@@ -257,8 +256,8 @@ def _mean(payloads: Array, message: _Message, average: str, all_finite: Array) -
         return [*sent, *((places, jnp.ones_like(x)) for places, x in sent)]
 
     if average == "workers":
-        return sum_sent(payloads, decode, sizes, all_finite)
-    sums = sum_sent(payloads, decode_and_count, 2 * sizes, all_finite)
+        return sum_sent(payloads, decode, sizes, go)
+    sums = sum_sent(payloads, decode_and_count, 2 * sizes, go)
     half = len(sizes)
     return [x * (workers / jnp.maximum(n, 1)) for x, n in zip(sums[:half], sums[half:], strict=True)]
 

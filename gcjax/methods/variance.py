@@ -17,36 +17,31 @@ entries are reset at the start of the next update instead of the end of this one
 4 bits with error feedback; the paper has `transport="all_gather"` and `wire="word"`.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.bits import LANES, count_bits, pack_mask_and_peak
-from gcjax._kernels.floats import FLOAT_MAX, TINY
+from gcjax._kernels.floats import FLOAT_MAX
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
-from gcjax._validation import check_choice, check_flag, check_number, static_share
+from gcjax._validation import check_choice, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
     Message,
     SparseState,
+    StepResult,
     ValueCode,
     capacities_for,
     check_capacity,
     check_transport,
     check_wire,
     compress,
-    count_for_density,
     exchange,
-    float_code,
     leaf_groups,
     pack_mask,
     power_of_two_code,
     sign_code,
-    top_k_mask,
-    unpack_mask,
 )
 
 
@@ -61,36 +56,14 @@ def _hybrid_reset(values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLi
     return r - jnp.copysign(tau, r), jnp.maximum(v - 2 * jnp.abs(r) * tau + tau * tau, 0.0)
 
 
-CODES: dict[str, ValueCode] = {
-    "power_of_two": power_of_two_code(),
-    "float16": float_code(16),
-    "float32": float_code(32),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _FeedbackReset:
-    """r <- the rounding error of what was sent, v <- 0."""
-
-    values: str
-
-    def __call__(self, values: tuple[Array, ...], sent_with: PyTree) -> tuple[ArrayLike, ...]:
-        (r, _), (_, scale) = values, sent_with
-        return r - CODES[self.values].round(r, scale), 0
-
-
 def variance_compress(
     alpha: ArrayLike | optax.Schedule = 0.5,
     *,
     decay: ArrayLike = 0.999,
     threshold: ArrayLike | None = None,
-    density: float | None = None,
-    feedback: bool = False,
     underflow: str = "keep",
-    values: str = "power_of_two",
     capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
-    owner_density: float | None = None,
     wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
@@ -110,9 +83,6 @@ def variance_compress(
     With a `threshold` tau (the hybrid with Strom's method) an entry must also satisfy |r| > tau. Then tau * sign(r) is
     sent, r keeps the rest, v falls by as much as r squared, and all v decay.
 
-    With `density` (not in the paper) the traffic is fixed: the k = max(1, floor(density * parameters)) entries with the
-    largest |r| min(1, |r| / sqrt(alpha v)), magnitude times certainty, are sent.
-
     State: two float32 and a bit per parameter; in two phases also a float32 per parameter that a worker owns. Wire: 8
     bits per sent entry at density 1/4, 12.6 at 1/100, 16 at 1/1000. Put it before the optimiser:
     `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
@@ -128,10 +98,7 @@ def variance_compress(
         and thirty epochs (bench/results).
       decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
-      density: share of the entries to send, in (0, 1], or None for all that pass. Measured with `feedback`.
-      feedback: keep the rounding error of a sent entry in r. The paper does not.
       underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
-      values: code of the sent values: "power_of_two" (the paper), "float16" or "float32".
       capacity: slots in a worker's message: an int (fixed size); a tuple of ints (the smallest that holds every
         worker's entries is used); a float in (0, 1], the largest as a share of the parameters, with smaller ones down
         to 1/16384 in factors of the square root of 2; or None for 0.25. Rounded up a little; counted per bucket in a
@@ -139,10 +106,8 @@ def variance_compress(
         residual. All messages that arrive are held in memory.
       transport: "all_gather" sends every worker's entries to every worker. "two_phase" sends them to owners, each of
         which adds up its part and sends the mean to all, so that the traffic does not grow with the workers. Owners
-        round to 4 bits (not float16 and float32 values) and owe the rest, which joins the next mean: nothing is lost.
+        round to 4 bits and owe the rest, which joins the next mean: nothing is lost.
         "auto" takes the one that moves less at the largest capacity: "two_phase" from 4 workers on.
-      owner_density: with "two_phase", share of its entries that an owner sends in a step, the largest, in (0, 1]; the
-        others are owed. None for all of which something arrived.
       wire: "compact", or "word" for the paper's word per entry.
       axis_name: mesh axis or axes of the workers, None for one worker.
       inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
@@ -152,9 +117,8 @@ def variance_compress(
       sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns it. Without it the batch counts as one sample.
 
     Raises:
-      ValueError: for a value out of range, also of a schedule in step 0; `density` together with `threshold` or
-        `capacity`; `feedback` together with `underflow="drop"`; `owner_density` without "two_phase"; `wire="word"` with
-        floats.
+      ValueError: for a value out of range, also of a schedule in step 0; `threshold` together with
+        `underflow="drop"`.
       TypeError: for an argument of the wrong type.
 
     **Randomness**: none. **Bias**: entries are delayed, and rounding is to the nearest (biased). **Non-finite input**,
@@ -169,96 +133,63 @@ def variance_compress(
     >>> print(updates)
     [-0.5 -0. ]
     """
-    _check(alpha, decay, threshold, feedback, underflow, values)
-    if density is not None:
-        density = static_share("density", density)
-        for name, value in (("threshold", threshold), ("capacity", capacity)):
-            if value is not None:
-                raise ValueError(f"density={density!r} fixes the number of entries sent; leave out {name}={value!r}")
+    _check(alpha, decay, threshold, underflow)
     check_capacity(capacity)
     check_transport(transport)
-    if owner_density is not None:
-        owner_density = static_share("owner_density", owner_density)
-        if transport != "two_phase":
-            raise ValueError(f"owner_density={owner_density!r} needs transport='two_phase', got {transport=}")
     hybrid = threshold is not None
     tau = 0.0 if threshold is None else threshold
-    code = sign_code(tau) if hybrid else CODES[values]
+    code = sign_code(tau) if hybrid else power_of_two_code()
     check_wire(wire, code.bits)
-    reset = _hybrid_reset if hybrid else _FeedbackReset(values) if feedback else _paper_reset
+    reset = _hybrid_reset if hybrid else _paper_reset
 
     def init(bucket: Bucket) -> SparseState:
         sent_with = jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32)
         return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, squares=(1,), sent_with=sent_with)
 
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
+    def update(step, state):
         bucket = state.bucket
-        squares = [g * g for g in gradient] if sum_grad_squared is None else sum_grad_squared
-        r, v = state.take_in(accumulate, gradient, squares, all_finite=all_finite)
+        squares = [g * g for g in step.gradient] if step.squares is None else step.squares
+        r, v = state.take_in(accumulate, step.gradient, squares, go=step.go)
 
         criterion = alpha(state.step) if callable(alpha) else alpha
-        passed, sendable, scales = _encodable(passes(r, v, criterion, bucket), r, code, bucket)
-        message = Message(r, sendable, code, bucket, capacities(bucket), scales, wire)
-        exchanged = exchange(message, state.transport, comm, all_finite)
+        passed, sendable, scales = _encodable(passes(r, v, criterion), r, code, bucket)
+        message = Message(r, sendable, code, bucket, capacities_for(capacity, bucket.entries), scales, wire)
+        exchanged = exchange(message, state.transport, step.comm, step.go)
         if underflow == "drop":  # reset as if it had been sent
             exchanged = exchanged._replace(sent=exchanged.sent | passed & ~sendable)
-        new = state.after(exchanged, (r, v), all_finite, sent_with=(jnp.float32(tau), scales))
+        new = state.after(exchanged, (r, v), step.go, sent_with=(jnp.float32(tau), scales))
 
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
-        return exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected)
+        return StepResult(exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected))
 
     def accumulate(values, inputs, was_sent):
         (r, v), (gradient, squares) = values, inputs  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:
         v = decay * v if hybrid else jnp.where(was_sent, v, decay * v)
         return r + gradient, jnp.minimum(v + squares, FLOAT_MAX)
 
-    def passes(r, v, criterion, bucket):
+    def passes(r, v, criterion):
         clear = r * r > jnp.minimum(criterion * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
-        if density is not None:
-            return _most_certain(clear, r, v, criterion, count_for_density(density, bucket.entries))
         return clear & (jnp.abs(r) > tau) if hybrid else clear
-
-    def capacities(bucket):
-        if density is not None:
-            return capacities_for(count_for_density(density, bucket.entries), bucket.entries)
-        return capacities_for(capacity, bucket.entries)
 
     method = Compressor(init, update, uses_squares=True)
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _check(
-    alpha: ArrayLike | optax.Schedule,
-    decay: ArrayLike,
-    threshold: ArrayLike | None,
-    feedback: bool,
-    underflow: str,
-    values: str,
-) -> None:
+def _check(alpha: ArrayLike | optax.Schedule, decay: ArrayLike, threshold: ArrayLike | None, underflow: str) -> None:
     if callable(alpha):
         with jax.ensure_compile_time_eval():
             check_number("alpha(0)", alpha(0), 0.0)
     else:
         check_number("alpha", alpha, 0.0)
     check_number("decay", decay, 0.0, 1.0)
-    check_flag("feedback", feedback)
     check_choice("underflow", underflow, ("keep", "drop"))
-    check_choice("values", values, tuple(CODES))
     if threshold is not None:
         check_number("threshold", threshold, 0.0)
-        if feedback or underflow != "keep" or values != "power_of_two":
+        if underflow != "keep":
             raise ValueError(
-                f"threshold={threshold!r} sends only signs and keeps the rest: leave feedback, underflow and values at "
-                f"their defaults (got feedback={feedback!r}, underflow={underflow!r}, values={values!r})"
+                f"threshold={threshold!r} sends only signs and keeps the rest: leave underflow at its default, "
+                f"got underflow={underflow!r}"
             )
-    if feedback and underflow == "drop":
-        raise ValueError("feedback=True keeps everything that is not sent; underflow='drop' contradicts it")
-
-
-def _most_certain(clear: Array, r: Array, v: Array, alpha: ArrayLike, count: int) -> Array:
-    """The `count` entries of largest magnitude times certainty, bool; entries that are clear have certainty 1."""
-    certainty = jnp.where(clear, 1, jnp.abs(r) / jnp.maximum(jnp.sqrt(alpha * v), TINY))
-    return unpack_mask(top_k_mask(jnp.abs(r) * jnp.minimum(certainty, 1), count))
 
 
 def _encodable(clear: Array, r: Array, code: ValueCode, bucket: Bucket) -> tuple[Array, Array, Array]:

@@ -42,7 +42,7 @@ def test_every_class_in_a_state_is_registered(name):
 
 def test_a_function_of_a_state_is_exported_and_called():
     pytest.importorskip("flatbuffers")  # which jax.export needs and JAX does not install
-    tx = gcjax.variance_compress(1.0, capacity=64, feedback=True)
+    tx = gcjax.variance_compress(1.0, capacity=64)
     state = tx.init(PARAMS)
     update = jax.jit(lambda state, gradient: tx.update(gradient, state))
     restored = export.deserialize(export.export(update)(state, PARAMS).serialize())

@@ -21,7 +21,7 @@ import gcjax
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 WORKERS = 4
-COMPRESS = functools.partial(gcjax.variance_compress, 0.5, capacity=64, values="float32")
+COMPRESS = functools.partial(gcjax.variance_compress, 0.5, capacity=64)
 PARAMS = {"w": np.full((6, 4), 0.1, np.float32), "b": np.zeros(4, np.float32)}
 
 
@@ -215,7 +215,7 @@ CHAINS = {
     "MultiSteps behind": lambda c: optax.chain(c, optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "inject_hyperparams around": lambda c: optax.inject_hyperparams(lambda rate: optax.chain(c, optax.adam(rate)))(0.1),
     "inject_hyperparams of the compressor": lambda c: optax.chain(
-        optax.inject_hyperparams(COMPRESS, static_args=("axis_name", "capacity", "values"))(axis_name="data"),
+        optax.inject_hyperparams(COMPRESS, static_args=("axis_name", "capacity"))(axis_name="data"),
         optax.adam(0.1),
     ),
     "schedule_free around": lambda c: contrib.schedule_free(optax.chain(c, optax.sgd(0.5)), 0.5),

@@ -1,21 +1,14 @@
-"""Graphs that the tests of graphs and of matchings share."""
+"""Graphs that several tests share."""
 
 import numpy as np
 
-from gcjax.gossip import random_regular
 
-STAR = [(0, 1), (0, 2), (0, 3), (0, 4)]
-LOLLIPOP = [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5)]
-UNDIRECTED = [
-    *[("complete", n) for n in (1, 2, 5, 8)],
-    *[("ring", n) for n in (1, 2, 3, 5, 8)],
-    *[("torus", n) for n in (1, 6, 7, 9, 16)],
-    *[("hypercube", n) for n in (1, 2, 8)],
-    (random_regular(3, seed=1), 10),
-    (random_regular(4), 9),
-    (STAR, 5),
-    (LOLLIPOP, 6),
-]
+def edges(*pairs):
+    """The array of an undirected graph."""
+    linked = np.zeros((np.max(pairs) + 1,) * 2, bool)
+    for i, j in pairs:
+        linked[i, j] = linked[j, i] = True
+    return linked
 
 
 def one_way(n):
@@ -25,4 +18,13 @@ def one_way(n):
     return linked
 
 
+STAR = edges((0, 1), (0, 2), (0, 3), (0, 4))
+LOLLIPOP = edges((0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5))
+HYPERCUBE = edges(*[(i, i ^ bit) for i in range(8) for bit in (1, 2, 4)])
+TORUS = edges(*[(i, j) for i in range(9) for j in ((i + 3) % 9, i // 3 * 3 + (i + 1) % 3)])
+UNDIRECTED = [
+    *[("complete", n) for n in (2, 5, 8)],
+    *[("ring", n) for n in (2, 3, 5, 8)],
+    *[(graph, len(graph)) for graph in (STAR, LOLLIPOP, HYPERCUBE, TORUS)],
+]
 DIRECTED = [("exponential", 3), ("exponential", 6), ("exponential", 8), (one_way(7), 7)]

@@ -1,7 +1,5 @@
 """Least squares on simulated nodes, as a problem for the simulator and as loops in NumPy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,12 @@ import optax
 
 import gcjax
 from gcjax import gossip
-from gcjax.gossip._simulate.clocks import Events
+from gcjax.gossip._simulate.algorithms import algorithm_of
 from gcjax.gossip._simulate.nodes import make_trainer
 
 KEY = jax.random.key(5)
 LINK = gcjax.Link(1e6, 1e-3, efficiency=1.0)
-NODES, SAMPLES, SIZE = 6, 12, 3
+NODES, SAMPLES, SIZE, STEPS = 6, 12, 3, 2
 RATE, MOMENTUM = 0.05, 0.5
 
 
@@ -44,24 +42,20 @@ def simulate(**options):
     return gossip.simulate(loss_fn, **(given | options))
 
 
-@functools.cache
-def trainer():
-    """The nodes' program for least squares of any data of that shape: SGD with momentum, whole batches."""
-    tx = optax.sgd(RATE, momentum=MOMENTUM)
-    return make_trainer(loss_fn, np.zeros(SIZE, np.float32), tx, least_squares(), NODES, None, KEY)
+class Units:
+    """An algorithm on least squares, SGD with momentum and whole batches, unit by unit."""
 
+    def __init__(self, name, models=None, blocking=False, local_steps=STEPS):
+        tx = optax.sgd(RATE, momentum=MOMENTUM)
+        arguments = (loss_fn, np.zeros(SIZE, np.float32), tx, least_squares(), NODES, local_steps, None, None, KEY)
+        self.state, unit = algorithm_of(make_trainer(*arguments), NODES, name, blocking)
+        self._unit = jax.jit(unit)
+        if models is not None:
+            self.state = self.state._replace(models=np.tile(models, (len(self.state.models) // NODES, 1)))
 
-def events_of(*rows):
-    """Events from rows (node, partner, its steps, the partner's steps, whether they meet), a second apart."""
-    node, partner, first, second, meets = np.array(rows).T
-    steps, seconds = np.stack([first, second], 1).astype(np.int32), np.arange(1.0, len(node) + 1)
-    return Events(node.astype(np.int32), partner.astype(np.int32), steps, meets.astype(bool), seconds)
-
-
-def random_events(count, seed):
-    rng = np.random.default_rng(seed)
-    pairs = [rng.choice(NODES, 2, replace=False) for _ in range(count)]
-    return events_of(*([i, j, rng.integers(4), rng.integers(4), rng.random() < 0.8] for i, j in pairs))
+    def run(self, data, plan, number):
+        self.state = self._unit(self.state, data, plan, number)
+        return self.state
 
 
 class Loops:
@@ -70,30 +64,19 @@ class Loops:
     def __init__(self, data, models):
         self.data, self.live = data, np.array(models, np.float64)
         self.copy, self.speed = self.live.copy(), np.zeros_like(self.live)
-        self.in_flight = []  # (arrives, node, what its copy gains)
 
-    def train(self, i, steps):
-        """This node's live model after `steps` steps with momentum; the momentum stays with the node."""
+    def train(self, i):
+        """This node's live model after its local steps with momentum; the momentum stays with the node."""
         x = self.live[i].copy()
-        for _ in range(steps):
+        for _ in range(STEPS):
             self.speed[i] = MOMENTUM * self.speed[i] + gradient(self.data, i, x)
             x -= RATE * self.speed[i]
         return x
 
-    def meet_blocking(self, i, j, steps, meets):
-        self.live[i], self.live[j] = self.train(i, steps[0]), self.train(j, steps[1])
-        if meets:
-            self.live[i] = self.live[j] = (self.live[i] + self.live[j]) / 2
+    def meet_blocking(self, i, j):
+        self.live[i] = self.live[j] = (self.train(i) + self.train(j)) / 2
 
-    def meet_non_blocking(self, i, j, steps, meets, now, delay):
-        for arrives, node, gain in [m for m in self.in_flight if m[0] <= now]:
-            self.copy[node] += gain
-            self.in_flight.remove((arrives, node, gain))
-        update = self.train(i, steps[0]) - self.live[i]
-        mean = (self.copy[i] + self.copy[j]) / 2 if meets else self.copy[i]
-        gain = mean - self.copy[j] if meets else 0 * mean
-        if delay:
-            self.in_flight.append((now + delay, j, gain))
-        else:
-            self.copy[j] = self.copy[j] + gain
+    def meet_non_blocking(self, i, j):
+        update, mean = self.train(i) - self.live[i], (self.copy[i] + self.copy[j]) / 2
         self.copy[i] = self.live[i] = mean + update
+        self.copy[j] = mean

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gossip_workers import BUCKET, Workers, assert_same, normal, totals
+from graph_cases import STAR, edges
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 
@@ -12,8 +13,6 @@ import gcjax
 from gcjax import gossip
 from gcjax.gossip._graphs import mixing_matrix
 from gcjax.gossip._matchings import rounds
-
-STAR = [(0, 1), (0, 2), (0, 3), (0, 4)]
 
 
 @pytest.mark.parametrize(("graph", "workers"), [("ring", 5), (STAR, 5), ("complete", 3), ("exponential", 6)])
@@ -28,7 +27,7 @@ def test_update_is_mixing_matrix_product_plus_local_update(graph, workers):
         assert_same(params, expected, atol=2e-6)
         assert_same(totals(params), total, atol=1e-5)
     moved, info = run.collectives(), run.info()
-    if graph == "complete":
+    if isinstance(graph, str) and graph == "complete":
         assert [(c.kind, (c.dtype, c.elements)) for c in moved] == [("all-reduce", ("f32", BUCKET))]
         np.testing.assert_array_equal(info.bits, 3 * 32 * np.full(3, -(-4 * BUCKET // 3)))
         return
@@ -53,7 +52,7 @@ def mixed_once(graph, models, mesh, axes):
 
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
 def test_axes_in_any_order_number_the_workers(axes):
-    mesh, graph = jax.make_mesh((2, 3), ("x", "y"), devices=jax.devices()[:6]), [(0, i) for i in range(1, 6)]
+    mesh, graph = jax.make_mesh((2, 3), ("x", "y"), devices=jax.devices()[:6]), edges(*[(0, i) for i in range(1, 6)])
     models = np.arange(1.0, 7, dtype=np.float32)
     mixed = mixed_once(graph, models, mesh, axes)
     np.testing.assert_allclose(mixed, mixing_matrix(graph, 6) @ models, rtol=1e-6)
@@ -66,7 +65,10 @@ def test_an_infinite_float16_model_stays_visible():
 
 
 def test_more_entries_than_are_counted_raise():
-    tx, model = gossip.d_psgd([(0, 1), (0, 2), (0, 3)], axis_name="data"), [jax.ShapeDtypeStruct((1 << 28,), "f4")] * 6
+    tx, model = (
+        gossip.d_psgd(edges((0, 1), (0, 2), (0, 3)), axis_name="data"),
+        [jax.ShapeDtypeStruct((1 << 28,), "f4")] * 6,
+    )
     state = jax.eval_shape(tx.init, model)
     update = jax.shard_map(
         lambda model, state: tx.update(model, state, model)[0],

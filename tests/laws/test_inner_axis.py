@@ -37,10 +37,10 @@ EVERY_KIND = [  # gathers of a ladder and of a fixed size, sums, swaps, shared a
     "sketch-0.5",
     "dense-float32",
 ]
-RARE = ["random_k-entries", "sketch-0.5", "variance-hybrid", "qsgd-4", "sign_vote", "dense-float32", "variance-float32"]
+RARE = ["random_k-entries", "sketch-0.5", "variance-hybrid", "qsgd-4", "sign_vote", "dense-float32"]
 PAIRS = [("2x4", name) for name in EVERY_KIND]
 PAIRS += [
-    ("4x2", "variance-float32"),
+    ("4x2", "variance-hybrid"),
     ("4x2", "top_k-0.3-owners"),
     ("fast, slow, fast", "onebit"),
     ("2x4", "ef_sign-owners"),

@@ -22,7 +22,7 @@ from selection import cases
 import gcjax
 from gcjax._hlo import collectives
 
-METHODS = [*methods(), own_method.ROW]
+METHODS = [*methods(), *own_method.ROWS]
 LAWS = functools.partial(cases, short=lambda row, *others: is_first(row), ids=name_of, marks=group_of)
 EVERY_ROW = LAWS("row", METHODS, default=usual)
 EVERY_METHOD = LAWS("row", METHODS, default=is_first)

@@ -15,7 +15,7 @@ import gcjax
 
 WORKERS, STEPS = 8, 6
 METHODS = {
-    "variance": gcjax.variance_compress(0.5, values="float32", capacity=64, axis_name="data"),
+    "variance": gcjax.variance_compress(0.5, capacity=64, axis_name="data"),
     "top_k": gcjax.top_k_compress(0.2, axis_name="data"),
     "power_sgd": gcjax.power_sgd_compress(1, key=jax.random.key(0), axis_name="data"),
 }

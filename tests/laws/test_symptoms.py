@@ -265,7 +265,7 @@ def make_regression():
     """A step that converges on one batch, which leaves its gradients noise, its state and the batch."""
     x = jax.random.normal(jax.random.key(0), (64, 4))
     y = x @ jnp.arange(4.0) + jax.random.normal(jax.random.key(1), (64,))
-    tx = optax.chain(gcjax.variance_compress(1e-3, values="float32", capacity=1.0, axis_name="data"), optax.sgd(0.4))
+    tx = optax.chain(gcjax.variance_compress(1e-3, capacity=1.0, axis_name="data"), optax.sgd(0.4))
     step = gcjax.make_train_step(lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2), tx, mesh_of(1))
     state = step.init(jnp.zeros(4))
     return step, state, x, y

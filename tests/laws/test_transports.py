@@ -1,6 +1,5 @@
 """The transports of the sparse exchange: what each moves, who owns what, and that both give the same."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -16,7 +15,7 @@ from oracle import quick_bits
 from selection import cases
 
 import gcjax
-from gcjax._comm.collectives import mesh_comm, replaced_comm
+from gcjax._comm.collectives import SingleWorker, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
 from gcjax._sparse.capacities import capacities_for
 from gcjax._sparse.owners import owner_of, word_of
@@ -36,7 +35,7 @@ def gradients(workers, share=0.05, seed=0):
 
 def run(workers, transport):
     """The updates of all workers in two steps."""
-    tx = gcjax.variance_compress(1e-6, values="float32", capacity=2048, transport=transport, axis_name="data")
+    tx = gcjax.top_k_compress(2048 / N, transport=transport, axis_name="data")
     runner = Runner(tx, PARAMS, workers)
     return [runner.step(gradients(workers))["a"] for _ in range(2)]
 
@@ -70,19 +69,23 @@ def test_two_phases_move_as_much_for_many_workers():
     assert in_phases[64] < 1.4 * in_phases[8]  # owners need more room for chance, the fewer words they have
 
 
-@cases(
-    ("values", "workers"),
-    itertools.product(("power_of_two", "float32"), (2, 3, 4, 8)),
-    default=lambda values, workers: values == "power_of_two" or workers in (2, 8),
-)
-def test_auto_takes_the_transport_that_moves_less(workers, values):
-    def variance(transport):
-        return gcjax.variance_compress(1.5, values=values, capacity=3072, transport=transport)
+WITH_TRANSPORT = {
+    "variance": lambda transport: gcjax.variance_compress(1.5, capacity=3072, transport=transport),
+    "top_k": lambda transport: gcjax.top_k_compress(3072 / N, transport=transport),
+}
 
-    of = {transport: moved(variance, workers, transport) for transport in ("all_gather", "two_phase", "auto")}
+
+@cases(
+    ("method", "workers"),
+    itertools.product(WITH_TRANSPORT, (2, 3, 4, 8)),
+    default=lambda method, workers: method == "variance" or workers in (2, 8),
+)
+def test_auto_takes_the_transport_that_moves_less(workers, method):
+    make = WITH_TRANSPORT[method]
+    of = {transport: moved(make, workers, transport) for transport in ("all_gather", "two_phase", "auto")}
     assert of["auto"] == min(of.values())
     assert of["all_gather"] != of["two_phase"]
-    if values == "power_of_two":
+    if method == "variance":
         assert (of["auto"] == of["all_gather"]) == (workers < 4)
 
 
@@ -237,13 +240,13 @@ def test_capacities_up_to_a_share(capacity, ends):
 
 
 def test_a_message_that_claims_too_many_entries_makes_the_update_nan():
-    alone, tx = mesh_comm(()), gcjax.top_k_compress(32 / N, transport="all_gather")
+    tx = gcjax.top_k_compress(32 / N, transport="all_gather")
 
     @jax.jit
     def update(count):
-        comm = dataclasses.replace(
-            alone, gather=lambda x: alone.gather(x.at[0].set(count)), metered=lambda: lambda: comm
-        )
+        comm = SingleWorker()
+        comm.gather = lambda x: SingleWorker().gather(x.at[0].set(count))
+        comm.metered = lambda: lambda: comm
         with replaced_comm(lambda *axes: comm):
             return tx.update({"a": jnp.arange(N) / N}, tx.init(PARAMS))[0]["a"]
 

@@ -70,7 +70,7 @@ def test_axes_are_divided_into_the_fewest_equal_chunks():
 @pytest.mark.parametrize(("size", "k"), [(4096, 32), (4032, 32), (3599, 8), (47, 32), (20, 32), (512, 32), (64, 1)])
 def test_the_largest_of_each_row_are_found_exactly(size, k):
     x = RNG.integers(-40, 41, (9, size)).astype(np.float32)  # with many ties
-    x[0], x[1] = 0, 7
+    x[0], x[1], x[2, :: -(-size // k)] = 0, 7, 50  # nothing, ties, and the largest far from each other
     indices = np.asarray(largest_of_rows(jnp.abs(x), k))
     assert indices.shape == (9, min(k, size))
     for entries, found in zip(x, indices, strict=True):

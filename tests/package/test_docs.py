@@ -44,7 +44,6 @@ SHOWN_BY = {  # users get them from this function or class, whose doctest shows 
     "TrainState": "make_train_step",
     "TransportState": "exchange",
     "ValueCode": "power_of_two_code",
-    "World": "simulate",
 }
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'  # tests have them already
 FENCE = re.compile(r"^ *(`{3,}|:{3,}).*?^ *\1$", re.DOTALL | re.MULTILINE)
@@ -141,8 +140,6 @@ def test_table_of_methods_is_current():
 
 @pytest.mark.parametrize("page", [*TEXT, ROOT / "bench/results/training.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_to_files_and_headings(page):
-    if page.parent == DOCS / "benchmarks":
-        return  # Sphinx looks at the included files
     dead = []
     for link in re.findall(r"(?<!!)\]\(<?(?!https?:)([^)>\s]*)>?\)", FENCE.sub("", page.read_text())):
         path, _, heading = link.partition("#")
@@ -158,13 +155,10 @@ def anchors(page):
 
 
 def test_every_page_is_in_a_table_of_contents():
-    for index in (DOCS, DOCS / "benchmarks"):
-        trees = re.findall(r"```\{toctree\}\n(.*?)```", (index / "index.md").read_text(), re.DOTALL)
-        entries = {line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")}
-        assert all((index / entry).with_suffix(s).exists() for entry in entries for s in [suffix_of(index / entry)])
-        pages = {str(page.relative_to(index).with_suffix("")) for page in PAGES if page.is_relative_to(index)}
-        inside = {page for page in pages if index == DOCS and page.startswith("benchmarks/") and page[11:] != "index"}
-        assert pages - entries - inside == {"index"}
+    trees = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    entries = {line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")}
+    assert all((DOCS / entry).with_suffix(suffix_of(DOCS / entry)).exists() for entry in entries)
+    assert {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES} - entries == {"index"}
 
 
 def suffix_of(path):

@@ -11,13 +11,13 @@ ROOT = pathlib.Path(gcjax.__file__).parent
 
 # A part imports only from parts before it. A part is a module of the package or a sub-package.
 ORDER = [
-    *("_version", "_types", "_jax_compat", "_hlo", "_validation"),
+    *("_version", "_types", "_jax_compat", "_xla", "_hlo", "_validation"),
     *("_kernels", "_comm", "_core", "_sparse", "_dense", "extend", "methods", "contrib", "_table"),
     *("_moments", "_training", "_planner", "gossip", "_export"),
     *("__init__", "flax", "_selfcheck", "__main__"),  # these last three are imported by users only
 ]
 # A method imports only these, so that everything it needs of the core is public in gcjax.extend.
-OF_METHODS = {"_types", "_jax_compat", "_validation", "_kernels", "_sparse", "extend"}
+OF_METHODS = {"_types", "_jax_compat", "_xla", "_validation", "_kernels", "_sparse", "extend"}
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "psum_scatter", "axis_index"}
 FILES = sorted(ROOT.rglob("*.py"))
 

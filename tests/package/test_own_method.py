@@ -20,15 +20,10 @@ def test_it_imports_only_public_names():
 
 
 def test_a_message_without_the_scales_that_its_code_needs_raises():
-    def update(gradient, sum_grad_squared, state, comm, all_finite):
-        del sum_grad_squared
-        x = state.bucket.join(gradient)
-        gx.exchange(
-            gx.Message(x, gx.pack_mask(x > 0), gx.power_of_two_code(), state.bucket, (32,)),
-            state.transport,
-            comm,
-            all_finite,
-        )
+    def update(step, state):
+        x = state.bucket.join(step.gradient)
+        message = gx.Message(x, gx.pack_mask(x > 0), gx.power_of_two_code(), state.bucket, (32,))
+        gx.exchange(message, state.transport, step.comm, step.go)
 
     def init(bucket):
         return gx.SparseState.create(bucket, reset=gx.reset_to_zero, transport="all_gather")
@@ -126,8 +121,11 @@ class WithoutResidual:
     bucket: gx.Bucket = dataclasses.field(metadata={"static": True})
 
 
-def nothing(gradient, sum_grad_squared, state, comm, all_finite):
-    return gradient, state, gx.dense_report(1, 1)
+REPORT = gx.dense_report(1, 1)
+
+
+def nothing(step, state):
+    return gx.StepResult(step.gradient, state, REPORT)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +138,16 @@ def nothing(gradient, sum_grad_squared, state, comm, all_finite):
         ),
         (gx.Compressor(lambda bucket: {"x": jnp.zeros(3)}, nothing), "got a dict without bucket and residual"),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (state.bucket.join(g), state, gx.dense_report(1, 1))),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(own.bucket.join(x.gradient), own, REPORT)),
             r"got 1 for 2, the first wrong one \(2, 32, 128\) for \(3,\)\. Bucket.split cuts",
         ),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g[:1], state, gx.dense_report(1, 1))),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(x.gradient[:1], own, REPORT)),
             r"got 1 for 2, the first wrong one None for \(100, 41\)",
         ),
-        (gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state)), "return .* got a tuple of 2"),
+        (gx.Compressor(gx.EmptyState, lambda x, own: (x.gradient, own)), "return a StepResult.* got a tuple of 2"),
         (
-            gx.Compressor(gx.EmptyState, lambda g, s, state, *_: (g, state, None)),
+            gx.Compressor(gx.EmptyState, lambda x, own: gx.StepResult(x.gradient, own, None)),
             "a SendReport, as dense_report, got None",
         ),
         (gx.dense_codec, "compress takes a Compressor, .* got <function dense_codec"),
@@ -159,3 +157,42 @@ def test_mistakes_in_a_compressor_are_named(method, message):
     with pytest.raises(TypeError, match=message):
         update_once(method)
     update_once(gx.Compressor(gx.EmptyState, nothing))
+
+
+@pytest.mark.parametrize(
+    ("compress", "decompress", "message"),
+    [
+        (lambda x, key: 2.0, lambda arrays, shape: arrays, "arrays of 1, 2 or 4 bytes an entry, got 2.0"),
+        (lambda x, key: (), lambda arrays, shape: arrays, "arrays of 1, 2 or 4 bytes an entry, got nothing"),
+        (
+            lambda x, key: x.astype(jnp.complex64),
+            lambda arrays, shape: arrays,
+            r"1, 2 or 4 bytes an entry, got complex64\[3\]",
+        ),
+        (lambda x, key: x, lambda arrays, shape: arrays[:2], r"floats of the leaf's shape \(3,\), got float32"),
+        (lambda x, key: x, lambda arrays, shape: arrays > 0, r"floats of the leaf's shape \(3,\), got bool"),
+        (None, lambda arrays, shape: arrays, "compress must be a function, such as lambda x, key"),
+        (lambda x, key: x, None, "decompress must be a function, such as lambda arrays, shape"),
+    ],
+)
+def test_mistakes_in_a_leaf_codec_are_named(compress, decompress, message):
+    with pytest.raises(TypeError, match=message):
+        jax.jit(update_once, static_argnums=0)(gx.leaf_codec(compress, decompress))
+
+
+def test_the_arrays_of_a_leaf_arrive_bit_by_bit():
+    sent = (jnp.float16([1.5, -0.0]), jnp.int8([-7, 0, 1]), jnp.array([True, False, True]), jnp.bfloat16(3.0))
+    seen = []
+
+    def decompress(arrays, shape):
+        seen.append(arrays)
+        return jnp.zeros(shape)
+
+    gx.compress(gx.leaf_codec(lambda x, key: sent, decompress)).update(jnp.ones(3), update_state(jnp.ones(3), sent))
+    for got, wanted in zip(seen[-1], sent, strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def update_state(params, sent):
+    return gx.compress(gx.leaf_codec(lambda x, key: sent, lambda arrays, shape: jnp.zeros(shape))).init(params)

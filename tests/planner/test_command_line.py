@@ -10,7 +10,7 @@ import pytest
 import gcjax
 from gcjax.__main__ import main
 from gcjax._planner.costs import CostStore, device_name
-from gcjax._planner.standard import standard_methods
+from gcjax._planner.measuring import standard_methods
 
 STANDARD = standard_methods(0.01)
 COSTS = {name: gcjax.Cost(1e-3, 1e-9, 1e-9) for name in STANDARD}

@@ -8,8 +8,7 @@ import pytest
 import gcjax
 from gcjax._comm.simulated import Transfer
 from gcjax._planner.costs import CostStore, device_name
-from gcjax._planner.measuring import fit, measure
-from gcjax._planner.standard import standard_methods
+from gcjax._planner.measuring import fit, measure, standard_methods
 
 STANDARD = standard_methods(0.01)
 

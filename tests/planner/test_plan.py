@@ -10,8 +10,8 @@ from compact import compact_words
 
 import gcjax
 from gcjax._comm.simulated import Transfer
+from gcjax._planner.measuring import standard_methods
 from gcjax._planner.network import as_count, as_link, as_seconds, rate_text
-from gcjax._planner.standard import standard_methods
 
 COSTS = {name: gcjax.Cost(1e-3, 1e-9, 1e-9) for name in standard_methods(0.01)}
 COSTS["dense float32"] = gcjax.Cost(1e-3, 1e-9, 0)
@@ -128,11 +128,16 @@ def test_bytes_through_owners_hardly_grow_with_workers():
     assert ratio[1] < 1.2
 
 
-@pytest.mark.full
-def test_65536_workers_take_no_memory():
-    found = plan(workers=65_536, methods=[*MAIN, "sign_vote"])
-    assert row_of(found, "variance 1/100").arriving_bytes > 20e9
-    assert "*" in str(found)
+def test_plans_beyond_the_measured_hosts_say_so_and_end_at_1024():
+    inside = {"inner_workers": 8, "inner_link": "300Gbit"}
+    assert "Extrapolated" not in str(plan(workers=4)) + str(plan(workers=32, **inside))
+    assert "Extrapolated: predictions were compared with measurements of up to 4 hosts." in str(plan(workers=5))
+    many = plan("256M", 1024, methods=["variance", "sign_vote"])
+    assert row_of(many, "variance 1/100").arriving_bytes > 1e9
+    assert "* " in str(plan("5B", 1024, methods=["variance"]))  # gathers more than 10 GB
+    for options in ({"workers": 1025}, {"workers": 8200, **inside}):
+        with pytest.raises(ValueError, match=r"at most 1,024 hosts, got 1,025: predictions were compared"):
+            plan(**options)
 
 
 def test_advice_follows_the_numbers():
@@ -191,6 +196,7 @@ def test_own_methods_are_compared_with_dense():
         ({"inner_link": "1Gbit"}, "go together, got 1 and '1Gbit'"),
         ({"methods": ["zip"]}, "no method zip; there are dense float32, "),
         ({"costs": {}}, "costs has no entry for dense float32, "),
+        ({"link": gcjax.Link(0.0, 1e-3)}, r"link.bits_per_second must be in \(0, inf\), got 0.0"),
     ],
 )
 def test_bad_arguments_raise(changed, says):

@@ -1,6 +1,5 @@
 """The transfers that the planner counts are those of real steps."""
 
-import dataclasses
 import math
 
 import jax
@@ -27,11 +26,11 @@ def real_bytes(row):
     comms = []
 
     def recorded(comm):
-        choices = []
+        choices, meter = [], comm.metered
         comms.append((comm, choices))
 
         def metered():
-            branch, branches = comm.metered(), []
+            branch, branches = meter(), []
             choices.append(branches)
 
             def recorded_branch():
@@ -40,7 +39,8 @@ def real_bytes(row):
 
             return recorded_branch
 
-        return dataclasses.replace(comm, metered=metered)
+        comm.metered = metered
+        return comm
 
     tx, mesh = row.make("data"), mesh_of(WORKERS)
     state = jax.eval_shape(lambda params: gcjax.distribute(tx.init(params), mesh), PARAMS)
@@ -97,7 +97,7 @@ def test_the_largest_capacity_counts_in_every_bucket():
     [
         (gcjax.top_k_compress(0.1), ["all_gather", "all_gather"]),
         (
-            gcjax.variance_compress(density=0.1, transport="two_phase", owner_density=0.1),
+            gcjax.top_k_compress(0.1, transport="two_phase"),
             ["all_to_all", "all_gather", "all_to_all", "all_gather"],
         ),
     ],

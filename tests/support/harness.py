@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gcjax
-from gcjax._comm.collectives import mesh_comm, replaced_comm
+from gcjax._comm.collectives import SingleWorker, replaced_comm
 from gcjax._kernels.layout import bucket_limit
 
 NAMES = ("a", "b", "c", "d")
@@ -126,7 +125,7 @@ def shared_draws(tx, gradients, steps):
 
 def messages(tx, gradients):
     """What a single worker gives to be gathered, added up or swapped, a list of numpy arrays; and the step's info."""
-    alone, given = mesh_comm(()), []
+    comm, given = SingleWorker(), []
 
     def listening(collective):
         def call(x):
@@ -135,11 +134,9 @@ def messages(tx, gradients):
 
         return call
 
-    names = ("gather", "sum", "all_to_all")
-    listened = {name: listening(getattr(alone, name)) for name in names}
-    comm = dataclasses.replace(
-        alone, metered=lambda: lambda: comm, **listened
-    )  # of a sparse exchange: one capacity only
+    for name in ("gather", "sum", "all_to_all"):
+        setattr(comm, name, listening(getattr(comm, name)))
+    comm.metered = lambda: lambda: comm  # of a sparse exchange: one capacity only
 
     def update(gradients):
         given.clear()

@@ -26,10 +26,6 @@ def nearest_power(x) -> int:
     return k + 1 if abs(float(x)) >= 1.5 * 2.0**k else k
 
 
-def as_float16(x) -> np.float32:
-    return F(np.float16(x))
-
-
 def hash_bits(words, positions):
     """The bits of `gcjax._kernels.hashing.hash_bits` at each position, uint32, from the two words of a key."""
     x = np.asarray(positions, np.uint32) + np.uint32(words[0])
@@ -104,7 +100,7 @@ def wire(transport, workers, sizes, capacity, values):
       workers: number of workers.
       sizes: entries of each leaf.
       capacity: a number of slots, several of them, or None.
-      values: how owners send theirs: "float32", "float16" or "power_of_two".
+      values: how owners send theirs: "float32" or "power_of_two".
     """
     if transport == "all_gather" or workers == 1:
         return AllGather(sizes, max(capacity) if isinstance(capacity, tuple) else capacity)
@@ -133,7 +129,7 @@ class AllGather:
 
 
 class Owners:
-    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.two_phase`."""
+    """The mask words are dealt to the owners in rounds of one word each; see `gcjax._sparse.owners`."""
 
     def __init__(self, workers, sizes, values):
         self.workers, self.sizes, self.values = workers, sizes, values
@@ -195,9 +191,6 @@ class Owners:
             return F(0)
         if self.values == "float32":
             return x
-        if self.values == "float16":
-            half = F(as_float16(x / F(2.0**exponent)) * F(2.0**exponent))
-            return half if abs(float(x)) >= 2.0 ** (exponent - 14) else F(0)
         power = min(nearest_power(x), exponent)
         return F(math.copysign(2.0**power, x)) if power >= exponent - 6 else F(0)
 

@@ -3,18 +3,15 @@
 import math
 
 import numpy as np
-from oracle import FLOAT_MAX, TINY, F, as_float16, floor_log2, largest, nearest_power, split, wire
+from oracle import FLOAT_MAX, TINY, F, floor_log2, nearest_power, split, wire
 
 
 class VarianceWorker:
     """One worker: `step` takes in a gradient, selects entries, and resets those that `fit` lets through."""
 
-    def __init__(
-        self, sizes, alpha, decay, threshold=None, feedback=False, underflow="keep", values="power_of_two", density=None
-    ):
-        self.density = density
+    def __init__(self, sizes, alpha, decay, threshold=None, underflow="keep"):
         self.alpha, self.decay, self.threshold = F(alpha), F(decay), threshold
-        self.feedback, self.underflow, self.values = feedback, underflow, values
+        self.underflow = underflow
         self.r = [np.zeros(n, F) for n in sizes]
         self.v = [np.zeros(n, F) for n in sizes]
 
@@ -25,10 +22,8 @@ class VarianceWorker:
             for i in range(len(g)):
                 self.r[leaf][i] += F(g[i])
                 self.v[leaf][i] = min(F(self.v[leaf][i] + F(s[i])), FLOAT_MAX)
-                if self.density is None and self._passes(self.r[leaf][i], self.v[leaf][i]):
+                if self._passes(self.r[leaf][i], self.v[leaf][i]):
                     passed.append((leaf, i))
-        if self.density is not None:
-            passed = self._best()
         top = self._tops(passed)
         for leaf, i in passed:
             if self._encodable(self.r[leaf][i], top[leaf]):
@@ -43,17 +38,6 @@ class VarianceWorker:
         passes = F(r * r) > min(F(self.alpha * v), FLOAT_MAX)
         return passes and (self.threshold is None or abs(r) > F(self.threshold))
 
-    def _best(self):
-        """The share `density` of entries with the largest magnitude times certainty; ties go to the first."""
-        scores = {}
-        for leaf in range(len(self.r)):
-            for i, (r, v) in enumerate(zip(self.r[leaf], self.v[leaf], strict=True)):
-                certainty = F(1) if self._passes(r, v) else abs(r) / max(np.sqrt(F(self.alpha * v)), TINY)
-                scores[leaf, i] = F(abs(r) * min(certainty, F(1)))
-        k = max(1, math.floor(self.density * len(scores)))
-        entries = list(scores)
-        return [entries[at] for at in sorted(largest(list(scores.values()), k))]
-
     def _tops(self, passed):
         """floor(log2) of the largest passed magnitude of each leaf."""
         top = {}
@@ -65,19 +49,11 @@ class VarianceWorker:
     def _encodable(self, x, top):
         if abs(x) < TINY:
             return False
-        if self.threshold is not None or self.values == "float32":
-            return True
-        if self.values == "float16":
-            return abs(float(x)) >= 2.0 ** (top - 14)
-        return nearest_power(x) >= top - 7
+        return self.threshold is not None or nearest_power(x) >= top - 7
 
     def _rounded(self, x, top):
         if self.threshold is not None:
             return F(math.copysign(self.threshold, x))
-        if self.values == "float32":
-            return x
-        if self.values == "float16":
-            return F(as_float16(x / F(2.0**top)) * F(2.0**top))
         return F(math.copysign(2.0 ** min(nearest_power(x), top), x))
 
     def _reset(self, values, dropped):
@@ -93,8 +69,7 @@ class VarianceWorker:
                     self.r[leaf][i] = r - values[leaf, i]
                     self.v[leaf][i] = self.decay * max(F(v - 2 * abs(r) * tau + tau * tau), F(0))
                 else:
-                    self.r[leaf][i] = r - values[leaf, i] if self.feedback else 0
-                    self.v[leaf][i] = 0
+                    self.r[leaf][i] = self.v[leaf][i] = 0
 
 
 class VarianceOracle:
@@ -102,8 +77,7 @@ class VarianceOracle:
 
     def __init__(self, workers, sizes, capacity, transport="all_gather", **options):
         self.workers = [VarianceWorker(sizes, **options) for _ in range(workers)]
-        values = options.get("values", "power_of_two")
-        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity, values)
+        self.sizes, self.wire = sizes, wire(transport, workers, sizes, capacity, "power_of_two")
         self.entries = [(leaf, i) for leaf, n in enumerate(sizes) for i in range(n)]
         self.place = {entry: place for place, entry in enumerate(self.entries)}
 

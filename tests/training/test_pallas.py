@@ -64,7 +64,7 @@ def loss_with(attend, params, x):
 
 plain_loss, kernel_loss = (functools.partial(loss_with, attend) for attend in (attention, flash_attention))
 COMPRESSORS = {
-    "variance": lambda **more: gcjax.variance_compress(1.0, axis_name="data", values="float32", **more),
+    "variance": lambda **more: gcjax.variance_compress(1.0, axis_name="data", **more),
     "top_k": lambda **more: gcjax.top_k_compress(0.25, axis_name="data", **more),
 }
 

@@ -1,6 +1,5 @@
-"""Simulation of asynchronous gossip with a virtual clock, in one process.
+"""Simulation of gossip in one process, with hundreds of nodes and a virtual clock.
 
-`api` has `simulate`, its options and its result. `nodes` has a node's local steps, and `Simulation`, which can be
-advanced one event or round at a time. `events` makes simulations of pairs that meet (SwarmSGD, AD-PSGD), at times that
-`clocks` draws; `rounds` makes simulations of algorithms in lockstep (D-PSGD, SGP, local SGD, large-batch SGD).
+`schedule` draws when nodes meet, `algorithms` has a unit of each algorithm, `nodes` a node's local steps; `api` runs
+the units of a schedule and evaluates the mean model.
 """

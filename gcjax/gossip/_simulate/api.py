@@ -6,30 +6,24 @@ Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv 1910.12
 2019, arXiv 1805.09767.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
+from gcjax._planner.network import Link, as_link
 from gcjax._types import Array, PyTree
-from gcjax._validation import check_choice, check_flag, check_integer
+from gcjax._validation import check_choice, check_flag, check_integer, check_number
 from gcjax.gossip._graphs import Graph, adjacency, is_undirected
-from gcjax.gossip._simulate.clocks import World, check_world, meetings, message_bits
-from gcjax.gossip._simulate.events import event_simulation
-from gcjax.gossip._simulate.nodes import Simulation, Trainer, make_trainer
-from gcjax.gossip._simulate.rounds import round_simulation
+from gcjax.gossip._simulate.algorithms import algorithm_of, summary
+from gcjax.gossip._simulate.nodes import make_trainer
+from gcjax.gossip._simulate.schedule import lockstep, message_bits, pairs
 
-REDUCE = ("local_sgd", "allreduce")
-DEFAULT_GRAPHS = {
-    "swarm": "complete",
-    "ad_psgd": "complete",
-    "d_psgd": "ring",
-    "sgp": "exponential",
-    **dict.fromkeys(REDUCE, "complete"),
-}
+GRAPHS = {"swarm": "complete", "d_psgd": "ring", "sgp": "exponential", "local_sgd": "complete", "allreduce": "complete"}
 
 
 class Curves(NamedTuple):
@@ -43,9 +37,8 @@ class Curves(NamedTuple):
       resent: int64, messages so far that could not be decoded and were sent again in full. `bits` includes both.
       consensus_distance: float64, sqrt(mean_i |x_i - mean|**2) of the nodes' models; if non-blocking, of their
         communication copies.
-      metrics: what `evaluate` returned for the mean model, leaves stacked along a leading axis.
+      metrics: the values of `evaluate` for the mean model, leaves stacked along a leading axis.
       params: the mean model at the end.
-      steps: int64[nodes], gradient steps of each node at the end.
     """
 
     events: np.ndarray
@@ -56,7 +49,6 @@ class Curves(NamedTuple):
     consensus_distance: np.ndarray
     metrics: PyTree
     params: PyTree
-    steps: np.ndarray
 
 
 def simulate(
@@ -71,12 +63,12 @@ def simulate(
     key: Array,
     algorithm: str = "swarm",
     local_steps: int = 1,
-    geometric: bool = False,
     blocking: bool = False,
     bits: int | None = None,
     graph: Graph | None = None,
     batch_size: int | None = None,
-    world: World | None = None,
+    link: Link | str | float = "1Gbit",
+    step_seconds: float | Sequence[float] = 0.01,
     moments: int = 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> Curves:
@@ -84,47 +76,37 @@ def simulate(
 
     `algorithm` is one of:
 
-    - "swarm", SwarmSGD. When node i has finished its local steps (a Poisson clock), it meets a random neighbour j.
-      Non-blocking, with live models X, communication copies Y and G_i the local updates of i since its last meeting,
-      Y_i and X_i become (Y_i + Y_j) / 2 + G_i, and Y_j becomes (Y_i + Y_j) / 2: nobody waits, and j meets the average
-      when its own clock rings. Blocking, i waits for j to finish its local steps, and both go on from the mean of the
-      two.
-    - "ad_psgd", AD-PSGD: non-blocking too, with an exchange after every step and in full precision.
+    - "swarm", SwarmSGD: a node that has finished its local steps (a Poisson clock) averages with a random neighbour.
+      Non-blocking, the neighbour meets the average when its own clock rings. Blocking, the node waits
+      for the neighbour to finish its local steps, and both go on from the mean of the two. AD-PSGD is the non-blocking
+      variant with one local step, in full precision.
     - "d_psgd": in every round each node averages with all its neighbours, by Metropolis weights.
     - "sgp": in every round each node pushes half of its model and weight to its neighbours in turn.
     - "local_sgd": local steps, then the mean of all models.
     - "allreduce": large-batch SGD, the mean gradient of all nodes and one optimiser.
 
-    The last four run in rounds that wait for the slowest node. In their favour, their steps take the mean time, without
-    the randomness of the clocks. No algorithm overlaps the exchange with the steps. All-reduces take the time that
-    `gcjax.Link` gives; D-PSGD sends to its neighbours one after the other; pairs exchange in both directions at once.
+    All but "swarm" run in rounds that wait for the slowest node. No algorithm overlaps the exchange with the steps.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`.
       params: where all nodes start, floating point.
       data: a pytree whose leaves begin with (nodes, samples): each node's own samples.
       tx: an optax optimiser. Each node has its own state, which is never exchanged.
-      nodes: 1 or more. A single node takes steps and sends nothing.
+      nodes: 2 or more.
       steps: gradient steps, mean over the nodes. Nodes with clocks make more of them the faster they are.
       evaluate: params -> a pytree of numbers; called with the mean model.
       key: random key of batches, clocks, partners and rounding. A node's k-th batch is the same in all algorithms.
       algorithm: see above.
-      local_steps: gradient steps between two exchanges of a node; 1 for "ad_psgd" and "allreduce".
-      geometric: "swarm": their number is geometric with that mean instead.
+      local_steps: gradient steps between two exchanges of a node; 1 for "allreduce".
       blocking: "swarm": the blocking variant.
-      bits: "swarm": models travel through the lattice quantiser with that many bits per entry, 4 to 16; None in full
-        precision. The margin is twice the largest recent difference that the sender saw. A message that cannot be
-        decoded is sent again in full, which takes no simulated time.
-      graph: a name or a graph, as for the transforms; by default the complete graph, D-PSGD's ring and SGP's
-        exponential graph. None for "local_sgd" and "allreduce".
+      bits: "swarm": bits per entry on the lattice, 4 to 16; None in full precision. A message that cannot be decoded is
+        sent again in full, which takes no simulated time.
+      graph: as for the transforms; None for the complete graph, D-PSGD's ring and SGP's exponential graph.
       batch_size: samples of a batch, drawn with replacement; None for all samples of the node.
-      world: `World`: link, speeds, delay, dropped messages. A round of "d_psgd" loses single exchanges; in "sgp" the
-        sender keeps a push that fails; all-reduces send lost messages again, at 1 / (1 - drop) of the bits and time.
+      link: every node's link, as in `gcjax.plan`; given as a speed, its latency is 50 us.
+      step_seconds: mean seconds of one gradient step: a number, or one for every node.
       moments: how often to evaluate after the start.
       progress: called as `progress(done, units)` after each evaluation, in events or rounds.
-
-    Returns:
-      `Curves`.
 
     Raises:
       ValueError, TypeError: an argument out of range; data that does not fit; a graph that is not connected.
@@ -132,98 +114,85 @@ def simulate(
     >>> import gcjax, jax, jax.numpy as jnp, optax
     >>> data = jnp.arange(8.0).reshape(4, 2)  # 4 nodes with 2 samples each
     >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)
-    >>> world = gcjax.gossip.World(step_seconds=0.02, drop=0.1)
-    >>> options = {"nodes": 4, "steps": 300, "evaluate": lambda x: x, "key": jax.random.key(0), "world": world}
+    >>> options = {"nodes": 4, "steps": 300, "evaluate": lambda x: x, "key": jax.random.key(0)}
     >>> curves = gcjax.gossip.simulate(loss, jnp.zeros(()), data, optax.sgd(0.02), **options)
     >>> print(abs(curves.metrics[-1] - 3.5) < 0.3, curves.bits[-1] == 64 * curves.events[-1] / 4)
     True True
     """
-    world = World() if world is None else world
-    check_integer("nodes", nodes, 1)
+    check_integer("nodes", nodes, 2)
     check_integer("steps", steps, 1)
     check_integer("moments", moments, 1)
-    check_world(world, nodes)
-    _check_algorithm(algorithm, local_steps, geometric, blocking, bits, graph)
+    link, seconds = as_link("link", link, 50e-6), _step_seconds(step_seconds, nodes)
+    used = _checked_graph(algorithm, local_steps, blocking, bits, graph, nodes)
     data = jax.tree.map(jnp.asarray, data)
-    trainer = make_trainer(loss_fn, params, tx, data, nodes, batch_size, key)
-    used: Graph = DEFAULT_GRAPHS[algorithm] if graph is None else graph
-    if algorithm not in ("sgp", *REDUCE) and not is_undirected(adjacency(used, nodes)):
-        raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
-    if algorithm in ("swarm", "ad_psgd"):
-        events = meetings(
-            world,
-            used,
-            nodes,
-            steps * nodes,
-            local_steps=local_steps,
-            geometric=geometric,
-            blocking=blocking,
-            bits=message_bits(len(trainer.start), bits),
-            rng=np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32))),
-        )
-        simulation = event_simulation(trainer, events, nodes, delay=world.delay, blocking=blocking, bits=bits)
+    trainer = make_trainer(loss_fn, params, tx, data, nodes, local_steps, bits, batch_size, key)
+    size = len(trainer.start)
+    if algorithm == "swarm":
+        rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), jnp.uint32)))
+        message = message_bits(size, bits)
+        schedule = pairs(used, link, seconds, steps, local_steps, message=message, blocking=blocking, rng=rng)
     else:
-        simulation = round_simulation(trainer, world, nodes, steps, algorithm, used, local_steps)
-    return _run(simulation, trainer, data, evaluate, moments, progress)
-
-
-def _check_algorithm(
-    algorithm: str, local_steps: int, geometric: bool, blocking: bool, bits: int | None, graph: Graph | None
-) -> None:
-    check_choice("algorithm", algorithm, tuple(DEFAULT_GRAPHS))
-    check_integer("local_steps", local_steps, 1)
-    check_flag("geometric", geometric)
-    check_flag("blocking", blocking)
-    if bits is not None:
-        check_integer("bits", bits, 4, 16)
-    if algorithm != "swarm" and (geometric or blocking or bits is not None):
-        raise ValueError(f"geometric, blocking and bits are options of algorithm='swarm', got {algorithm!r}")
-    if algorithm in ("ad_psgd", "allreduce") and local_steps != 1:
-        other = "swarm" if algorithm == "ad_psgd" else "local_sgd"
-        raise ValueError(f"{algorithm!r} exchanges after every step; for local_steps={local_steps} use {other!r}")
-    if algorithm in REDUCE and graph is not None:
-        raise ValueError(f"{algorithm!r} is an all-reduce between all nodes: leave graph out, got {graph!r}")
-
-
-def _run(
-    simulation: Simulation,
-    trainer: Trainer,
-    data: PyTree,
-    evaluate: Callable[[PyTree], PyTree],
-    moments: int,
-    progress: Callable[[int, int], None] | None,
-) -> Curves:
-    """Run a simulation, and evaluate it after equal shares of the gradient steps."""
-    gradients = simulation.gradients
-    units = len(gradients) - 1
-    shares = gradients[-1] * np.arange(moments + 1) / moments
-    marks = np.unique(np.searchsorted(gradients, shares * (1 - 1e-12)).clip(0, units))
-    advance = jax.jit(simulation.advance, donate_argnums=0)
+        schedule = lockstep(algorithm, used, link, seconds, steps, local_steps, message=message_bits(size, None))
+    state, unit = algorithm_of(trainer, nodes, algorithm, blocking)
+    plan = jax.tree.map(jnp.asarray, schedule.plan)
+    run = jax.jit(
+        lambda state, begin, end, data, plan: lax.fori_loop(begin, end, lambda k, s: unit(s, data, plan, k), state),
+        donate_argnums=0,
+    )
 
     @jax.jit
     def measure(state):
-        mean, distance, resent = simulation.summarise(state)
-        return evaluate(trainer.unravel(mean)), distance, resent, mean
+        mean, distance = summary(state)
+        return evaluate(trainer.unravel(mean)), distance, state.resent, mean
 
-    state, found, last = simulation.state, [], 0
+    units = len(schedule.gradients) - 1
+    shares = schedule.gradients[-1] * np.arange(moments + 1) / moments
+    marks = np.unique(np.searchsorted(schedule.gradients, shares * (1 - 1e-12)).clip(0, units))
+    found, last = [], 0
     for mark in map(int, marks):
         if mark > last:
-            state = advance(state, data, simulation.plan, last, mark)
+            state = run(state, last, mark, data, plan)
         *seen, mean = measure(state)
         found.append(jax.device_get(seen))
         last = mark
         if progress is not None:
             progress(mark, units)
     metrics, distance, resent = jax.tree.map(lambda *values: np.stack(values), *found)
-    full = message_bits(len(trainer.start), None) / len(jax.tree.leaves(data)[0])
     return Curves(
         events=marks,
-        gradients=gradients[marks],
-        seconds=simulation.seconds[marks],
-        bits=simulation.bits[marks] + resent * full,
+        gradients=schedule.gradients[marks],
+        seconds=schedule.seconds[marks],
+        bits=schedule.bits[marks] + resent * (message_bits(size, None) / nodes),
         resent=resent.astype(np.int64),
         consensus_distance=distance.astype(np.float64),
         metrics=metrics,
         params=trainer.unravel(mean),
-        steps=np.asarray(simulation.node_steps(state), np.int64),
     )
+
+
+def _step_seconds(step_seconds: float | Sequence[float], nodes: int) -> np.ndarray:
+    """The nodes' seconds of a step, float64[nodes]."""
+    seconds = np.asarray(step_seconds, np.float64)
+    if seconds.shape not in ((), (nodes,)):
+        raise ValueError(f"step_seconds must be a number or {nodes} of them, one per node, got shape {seconds.shape}")
+    for value in seconds.ravel():
+        check_number("step_seconds", value, 0)
+    return np.broadcast_to(seconds, (nodes,))
+
+
+def _checked_graph(
+    algorithm: str, local_steps: int, blocking: bool, bits: int | None, graph: Graph | None, nodes: int
+) -> Graph:
+    """The graph of checked options."""
+    check_choice("algorithm", algorithm, tuple(GRAPHS))
+    check_flag("blocking", blocking)
+    if algorithm != "swarm" and (blocking or bits is not None):
+        raise ValueError(f"blocking and bits are options of algorithm='swarm', got {algorithm!r}")
+    if algorithm == "allreduce" and local_steps != 1:
+        raise ValueError(f"'allreduce' exchanges after every step; for local_steps={local_steps} use 'local_sgd'")
+    used: Graph = GRAPHS[algorithm] if graph is None else graph
+    if algorithm in ("local_sgd", "allreduce") and graph is not None:
+        raise ValueError(f"{algorithm!r} is an all-reduce between all nodes: leave graph out, got {graph!r}")
+    if algorithm != "sgp" and not is_undirected(adjacency(used, nodes)):
+        raise ValueError(f"{algorithm!r} averages both ways: the graph must be undirected, got {graph!r}")
+    return used

@@ -1,0 +1,23 @@
+"""Idioms that compilers need, each with its reason once. They change no value."""
+
+import jax
+import jax.numpy as jnp
+
+from gcjax._types import Array, ArrayLike, PyTree
+
+
+def computed_once(x: Array, limit: ArrayLike) -> Array:
+    """x, integers from 0 to limit - 1, as they are; `limit` is known only when the program runs.
+
+    XLA fuses cheap operations into each of their uses, and computes them again in every one. A remainder by an unknown
+    number counts as dear: it is computed once.
+    """
+    return x % limit
+
+
+def kept_unless(go: Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where `go`, else `old`, entry by entry.
+
+    XLA works in the buffers of the old state. For a conditional around the whole step it would copy the state.
+    """
+    return jax.tree.map(lambda x, y: jnp.where(go, x, y), new, old)
