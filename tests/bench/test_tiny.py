@@ -1,0 +1,23 @@
+"""Benchmarks at their smallest: that they run, and print a table."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("bench.wire --quick", "| 10,000,000 | 1/100 |"),
+        pytest.param("bench.methods --quick --only top_k --repeats 3", "| top_k", marks=pytest.mark.full),
+    ],
+)
+def test_it_runs(command, said):
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
