@@ -257,7 +257,7 @@ def test_averaging_over_a_sharded_axis_raises(option):
 
 
 # Loops, branches and parts of owners, whose types must fit.
-LOOPS = ["demo-decay", "onebit", "power_sgd-start", "ef_sign-owners"]
+LOOPS = ["demo-decay", "onebit", "power_sgd-rank2", "ef_sign-owners"]
 LAST_OF_EACH = {row.public: row for row in methods()}.values()
 
 

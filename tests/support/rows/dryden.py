@@ -49,9 +49,9 @@ class DrydenOracle:
         return split(mean, self.sizes), counts
 
 
-def row(name, density, capacity, transport="all_gather", wire="compact", rare=False):
+def row(name, density, capacity, transport="all_gather", rare=False):
     def make(axis_name=None, **more):
-        settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
+        settings = {"capacity": capacity, "transport": transport, "axis_name": axis_name}
         return gcjax.contrib.dryden_compress(density, **(settings | more))
 
     def make_oracle(workers, sizes):
@@ -74,8 +74,6 @@ ROWS = [
     row("capacities", 0.05, (64, 96, 128, 416)),
     row("overflow", 0.1, (32,), rare=True),
     row("owners", 0.4, (64,), "two_phase", rare=True),
-    row("words", 0.4, (64, 416), wire="word", rare=True),
-    row("owners-words", 0.4, (64, 416), "two_phase", "word", rare=True),
 ]
 
 

@@ -7,11 +7,11 @@ import gcjax
 from rows import Row
 
 
-def row(name, capacity, transport="all_gather", wire="compact", bucket_invariant=False, rare=False):
+def row(name, capacity, transport="all_gather", bucket_invariant=False, rare=False):
     threshold = 0.5
 
     def make(axis_name=None, **more):
-        settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
+        settings = {"capacity": capacity, "transport": transport, "axis_name": axis_name}
         return gcjax.contrib.strom_compress(threshold, **(settings | more))
 
     def make_oracle(workers, sizes):
@@ -35,8 +35,6 @@ ROWS = [
     row("capacities", (64, 160, 320, 416, 864), bucket_invariant=True),
     row("overflow", (64,), rare=True),
     row("owners", (64,), transport="two_phase", rare=True),
-    row("words", (64, 864), wire="word", rare=True),
-    row("owners-words", (64, 864), transport="two_phase", wire="word", rare=True),
 ]
 
 
