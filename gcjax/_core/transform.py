@@ -8,7 +8,7 @@ import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._comm.comm import Comm
-from gcjax._core.chain import Passing, seen
+from gcjax._core.chain import Passing, Seen, noted, seen
 from gcjax._core.checks import (
     check_countable,
     check_inputs,
@@ -89,7 +89,7 @@ def compress(
         return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes), compressor.uses_squares)
 
     def init(params: PyTree) -> CompressState | Passing:
-        if (looking := seen.get()) is not None:
+        if isinstance(looking := seen.get(), Seen):
             return looking.init(worker_axes + inner_axes)
         if stands_for_params(params):
             return CompressState(WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
@@ -123,7 +123,7 @@ def compress(
         sum_grad_squared = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, sum_grad_squared)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
-            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
+            return noted(jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates)), state
         old, axes, options = (state.buckets.unpack(), state.report.unpack()), state.buckets.axes, options_of(state)
         comm = comm_for_axes(worker_axes, inner_axes)
         check(layout, updates, old, options, comm)
@@ -149,7 +149,7 @@ def compress(
         report = _reported(sent, layout, means, old_report, agreement, comm)
         buckets, report = vary((buckets, report), varying)
         updates = _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes)
-        return updates, packed(buckets, report, axes)
+        return noted(updates), packed(buckets, report, axes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

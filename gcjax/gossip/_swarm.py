@@ -62,7 +62,7 @@ def swarm_average(
     the identity. With `bits` it is the modulo lattice of Davies et al., whose error depends on how far apart the models
     are, not on how large they are. Each leaf has one scale, a power of two, chosen from the largest recent distance
     between partners so that the models may be 2 to 4 times as far apart. A checksum detects models that are further
-    apart; then all workers repeat that exchange in full precision, and `gcjax.gossip.info` counts it. They also do so
+    apart; then all workers repeat that exchange in full precision, and `gcjax.info` counts it. They also do so
     in the first exchange, before any distance is known.
 
     It ends a chain: `optax.chain(optax.sgd(0.1), gcjax.gossip.swarm_average(bits=8, key=jax.random.key(0),

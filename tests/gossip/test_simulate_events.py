@@ -23,6 +23,7 @@ from simulated_nodes import (
     trainer,
 )
 
+import gcjax
 from gcjax import gossip
 from gcjax.gossip._simulate.events import event_simulation
 from gcjax.gossip._simulate.nodes import make_trainer
@@ -109,7 +110,7 @@ def test_blocking_pairs_do_what_the_transform_does():
     steps, data = 2, least_squares()
     key = jax.random.key(2)
     average = gossip.swarm_average(local_steps=steps, key=key, axis_name="data")
-    step = gossip.make_train_step(loss_fn, optax.chain(optax.sgd(RATE, momentum=MOMENTUM), average), mesh_of(NODES))
+    step = gcjax.make_train_step(loss_fn, optax.chain(optax.sgd(RATE, momentum=MOMENTUM), average), mesh_of(NODES))
     state = step.init(np.zeros(SIZE, np.float32))
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data)
     met = []
