@@ -19,7 +19,6 @@ from gcjax._types import AxisNames
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._matchings import rounds
 from gcjax.gossip._periodic import (
-    Exchange,
     ExchangeInput,
     ExchangeResult,
     leaves_of,
@@ -81,4 +80,4 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         words = jnp.where(sends, inputs.layout.entries + 1, 0)
         return ExchangeResult(changes, PerWorker.pack(weight, axes), words, sends)
 
-    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), [Exchange(exchange, 1)], 1, axis_name)
+    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), exchange, 1, axis_name)

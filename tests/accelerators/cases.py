@@ -115,7 +115,6 @@ CASES = {
     "local_sgd, top_k": Case(
         "local_sgd", lambda **axes: gossip.local_sgd(2, compressor=gcjax.top_k_compress(0.01, **axes), **axes)
     ),
-    "local_sgd, fragments": Case("local_sgd", _plain(gossip.local_sgd, 4, fragments=2, delay=1), reduced=ENTRIES),
 }
 PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 

@@ -22,7 +22,7 @@ from gcjax._hlo import collectives
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = {"a": (6, 8), "b": (8, 4), "c": (4,)}
 SPECS = {"a": P(None, "model"), "b": P("model"), "c": P()}
-TX = {"values": "float32", "capacity": 128}
+TX = {"capacity": 128}
 
 
 def params_of():
