@@ -88,10 +88,10 @@ def table(store: dict, result: str) -> str:
     lines = [f"| row (local steps) | {title} | after each epoch | MB sent per worker | bytes a step |"]
     lines += ["|---" * 5 + "|"]
     records = {record["row"]: record for record in store["runs"]}
-    for row in filter(records.__contains__, ROWS):
+    for row in [*filter(records.__contains__, ROWS), *(row for row in records if row not in ROWS)]:
         *earlier, last = records[row]["epochs"]
         cells = [
-            row,
+            row if row in ROWS else f"{row} (taken out)",
             f"{last[figure]:.{decimals}f}",
             ", ".join(f"{epoch[figure]:.{decimals - 1}f}" for epoch in earlier),
             f"{last['bits'] / 8e6:.2f}",

@@ -136,7 +136,7 @@ def prepare(
     steps = own // args.batch
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
     exchange = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
-    step = gossip.make_train_step(workload.loss, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
+    step = gcjax.make_train_step(workload.loss, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
     state = step.init(workload.init(jax.random.key(seed)))
     parts = np.random.default_rng(seed).permutation(count)[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
@@ -169,7 +169,7 @@ def train(
                 state, metrics = step(state, place(numbers))
                 losses.append(float(metrics.loss.mean()))
                 bar.update()
-            sent = gossip.info(state.opt_state)
+            sent = gcjax.info(state.opt_state)
             # Off the mesh, where every virtual device would compute the same.
             mean = jax.device_get(gossip.mean_params(state.params, sent.weights))
             row = {

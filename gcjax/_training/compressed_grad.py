@@ -1,7 +1,6 @@
 """Loss and compressed gradient of global arrays, for training steps that leave the partitioning to `jax.jit`."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,13 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
+from gcjax._core.state import compress_states
 from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments.aux import check_samples_lead
+from gcjax._training.call_checks import check_batch, check_state
 from gcjax._training.chain_check import reject_optimiser, reject_two_compressors
-from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
+from gcjax._training.checks import checked_axes, checked_specs
 from gcjax._training.gradients import (
     GradientFn,
     Inputs,
@@ -25,7 +26,8 @@ from gcjax._training.gradients import (
     uniform_loss,
 )
 from gcjax._training.local import as_local
-from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
+from gcjax._training.optimiser import Compressed, compress_shards, per_worker_specs, update_whole, update_with
+from gcjax._training.sharding import distribute, init_sharded, is_spec, sharding_axes, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_flag, check_random_key, check_transform
 
@@ -151,15 +153,14 @@ class CompressedGrad:
     ) -> None:
         self._gradient, self._tx = gradient, tx
         self._mesh, self._axes, self._has_aux, self._param_specs = mesh, axes, has_aux, param_specs
-        self._workers = math.prod(mesh.shape[axis] for axis in axes)
+        self._sharded = bool(sharding_axes(param_specs, mesh))
 
     def init(self, params: PyTree) -> PyTree:
         """The state of `tx` before the first step, on the mesh."""
         self._check_sharding(params)
         reject_two_compressors(self._tx, params)
         reject_optimiser(self._tx, params)
-        specs = jax.tree.leaves(self._param_specs, is_leaf=is_spec)
-        if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
+        if self._sharded:
             return init_sharded(self._tx, params, self._mesh, self._param_specs)
         return distribute(self._tx.init(params), self._mesh)
 
@@ -170,8 +171,7 @@ class CompressedGrad:
         if key is not None:
             check_random_key("key", key)
         self._check_sharding(params)
-        check_placed(batch, self._mesh, self._axes)
-        check_batch(batch, self._workers)
+        check_batch(batch, self._mesh, self._axes)
         check_state(state, self._mesh)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         local = jax.shard_map(
@@ -182,16 +182,7 @@ class CompressedGrad:
             out_specs=(whole, split, split, whole),
         )
         loss, stacked, of_samples, averaged = local(params, jax.tree.map(self._split_over_workers, batch), key)
-        # In a second shard_map, over all axes, each shard of the parameters is compressed by itself.
-        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
-        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=is_spec)
-        specs = state_specs(state, params, param_specs)
-        grads, state = jax.shard_map(
-            self._compress,
-            mesh=self._mesh,
-            in_specs=((stacked_specs, None if stacked[1] is None else stacked_specs), specs, param_specs),
-            out_specs=(param_specs, specs),
-        )(stacked, state, params)
+        grads, state = self._exchanged(stacked, state, params)
         if not self._has_aux:
             return loss, grads, state
         aux = jax.tree.map(lambda x, y: y if x is None else x, of_samples, averaged, is_leaf=lambda x: x is None)
@@ -226,16 +217,28 @@ class CompressedGrad:
             )
         return dense_mean(found.loss, self._axes), stacked, of_samples, averaged
 
-    def _compress(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def _exchanged(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """What `tx` makes of all workers' gradients and squares, in a second shard_map, over all axes of the mesh."""
+        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
+        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=is_spec)
+        specs = state_specs(state, params, param_specs)
+        in_specs = (stacked_specs, None if stacked[1] is None else stacked_specs), specs, param_specs
+        run = functools.partial(jax.shard_map, mesh=self._mesh, in_specs=in_specs)
+        if not self._sharded:
+            return run(self._update, out_specs=(param_specs, specs))(stacked, state, params)
+        count = len(compress_states(state))
+        out_specs: Any = Compressed([param_specs] * count, per_worker_specs(state), [PartitionSpec()] * count)
+        compressed = run(self._update, out_specs=out_specs)(stacked, state, params)
+        return update_whole(self._tx, compressed, state, params, self._mesh, (param_specs, specs))
+
+    def _update(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> Any:
+        """`compress_shards` or `update_with` of one device's gradient."""
         grad, squares = jax.tree.map(lambda x: x[0], stacked)
         extra = {} if squares is None else {"sum_grad_squared": squares}
-        grads, state = self._tx.update(grad, state, params, **extra)
-        if differing := sorted(varying_axes(grads) & set(self._axes)):
-            raise ValueError(
-                f"tx leaves the gradients of the workers along {differing} different: its compressor must name "
-                f"axis_name={self._axes}, all of the axes that compressed_value_and_grad was given"
-            )
-        return grads, state
+        if self._sharded:
+            return compress_shards(self._tx, grad, state, params, **extra)
+        found = update_with(self._tx, grad, state, params, **extra)
+        return found.updates, found.opt_state
 
     @staticmethod
     def _has_batch_axis(gradient: GradientFn, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:

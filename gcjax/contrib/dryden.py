@@ -5,7 +5,7 @@ Training of Deep Neural Networks", MLHPC 2016, doi 10.1109/MLHPC.2016.004, the a
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); a float32 mean for each
 leaf's positive class, then one for each leaf's negative class; then the entries, with
-signs of 1 bit, in the layout that `wire` names (`gcjax._sparse.wire`). A word has the sign in bit 31.
+signs of 1 bit, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** (1) The paper codes the gaps between indices with varying length. That has no static size;
 Elias-Fano's code takes its place. (2) The paper adds the messages with an all-reduce of its own that quantises again at
@@ -34,7 +34,6 @@ from gcjax.extend import (
     capacities_for,
     check_capacity,
     check_transport,
-    check_wire,
     class_mean_code,
     compress,
     count_for_density,
@@ -58,7 +57,6 @@ def dryden_compress(
     *,
     capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
-    wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -83,7 +81,7 @@ def dryden_compress(
     Args:
       density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
       capacity: as in `gcjax.variance_compress`; None for six from 1/4 to 2 times the wanted count.
-      transport, wire: as in `gcjax.variance_compress`.
+      transport: as in `gcjax.variance_compress`.
       axis_name, inner_axis_name: as in `gcjax.compress`.
 
     Raises:
@@ -105,7 +103,6 @@ def dryden_compress(
         density = static_share("density", density)
     check_capacity(capacity)
     check_transport(transport)
-    check_wire(wire, 1)
     code = class_mean_code()
 
     def wanted(bucket):
@@ -121,9 +118,7 @@ def dryden_compress(
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         mask, means = _select(a, density, bucket, state.step)
-        message = Message(
-            a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means), wire=wire
-        )
+        message = Message(a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means))
         exchanged = exchange(message, state.transport, step.comm, step.go)
         new = state.after(exchanged, (a,), step.go, sent_with=tuple(jnp.split(means, 2)))
         return StepResult(exchanged.mean, new, exchanged.report)

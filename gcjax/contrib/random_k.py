@@ -4,8 +4,8 @@
 1809.07599 (rand-k with memory); Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: Practical Low-Rank
 Gradient Compression for Distributed Optimization", NeurIPS 2019, arXiv 1905.13727 (random block).
 
-**Wire format.** Per bucket one float32 all-reduce of the drawn entries' values, in the order of the draw; and one int32
-all-reduce (maximum) of the number of steps done, which seeds the draw.
+**Wire format.** Per bucket one float32 all-reduce of the drawn entries' values, in the order of the draw, which the
+number of steps done seeds.
 
 **Deviations.** (1) Not every subset can be drawn: the d entries are rotated by a random amount and divided into k
 stretches whose lengths differ by at most one, and one entry is drawn from each. Every entry is drawn with probability
@@ -19,6 +19,7 @@ leaves lie side by side as matrices of 32 rows, and a block there goes along the
 import jax.numpy as jnp
 import optax
 
+from gcjax._jax_compat import equal_everywhere
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_random_key, static_share
@@ -100,8 +101,7 @@ def random_k_compress(
         size = min(block, entries)
         blocks = -(-entries // size)
         count = count_for_density(density, blocks)
-        number = step.comm.max(state.step)  # equal on all workers already; this makes it typed as equal
-        drawn = _draw(step_key(key, number, bucket), count, blocks)
+        drawn = _draw(step_key(key, equal_everywhere(state.step), bucket), count, blocks)
         within = jnp.arange(size, dtype=jnp.int32)
         place = _place((drawn[:, None] * size + within).reshape(-1), bucket)
         own = x.at[place].get(mode="fill", fill_value=0)  # the last block may extend past the end
@@ -112,7 +112,7 @@ def random_k_compress(
         error = state.error
         if feedback:
             error = x.at[place].set(jnp.where(step.go, 0, own), mode="drop", unique_indices=True)
-        new = CodecState(error, number + step.go, bucket)
+        new = CodecState(error, state.step + step.go, bucket)
         return StepResult(bucket.split(mean), new, dense_report(len(own), 32 * len(own)))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -16,7 +16,6 @@ stands, so `delay` gives the paper's updates and hides no time.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ import optax
 
 from gcjax._comm.collectives import axis_tuple, dense_mean
 from gcjax._core.compressor import EmptyState
-from gcjax._core.missing_squares import MissingSquaresWarning
-from gcjax._core.state import compress_states
+from gcjax._core.state import compress_states, reads_squares
 from gcjax._dense.codec import CodecState
 from gcjax._jax_compat import varying_axes
 from gcjax._kernels.floats import rounded
@@ -174,9 +172,10 @@ def local_sgd(
         outer_grad = jax.tree.map(jnp.subtract, flatten(layout, begin), models)
         if compressor is None:
             return mean(outer_grad), state, words
-        with warnings.catch_warnings():  # the change of many steps has no samples
-            warnings.simplefilter("ignore", MissingSquaresWarning)
-            compressed, compress_state = compressor.update(unflatten(layout, outer_grad), state.compressor)
+        change = unflatten(layout, outer_grad)
+        # The change of many steps counts as one sample: it has no squares but its own.
+        squares = {"sum_grad_squared": jax.tree.map(jnp.square, change)} if reads_squares(state.compressor) else {}
+        compressed, compress_state = compressor.update(change, state.compressor, **squares)
         if apart := set(inputs.axes) & varying_axes(compressed):
             raise ValueError(
                 f"the compressor's mean differs along {sorted(apart)}, but local_sgd has axis_name={inputs.axes}; give "

@@ -12,6 +12,7 @@ from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, send, worker_index
 from gcjax._core.checks import check_countable
+from gcjax._core.own_models import GossipState, Traffic
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, unchecked_axes, vary, vary_like, varying_axes
 from gcjax._kernels.buckets import split_vector
@@ -19,7 +20,6 @@ from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatt
 from gcjax._training.frozen import merge_params
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer
-from gcjax.gossip._state import GossipState, Traffic
 
 
 class ExchangeInput(NamedTuple):
@@ -148,8 +148,10 @@ def periodic_exchange(
         layout_of(params)
         return GossipState(jnp.int32(0), PerWorker.pack(Traffic.zero(), axes), init_method(params))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, skips=None, **extra_args):
         del extra_args
+        if skips is not None:  # bool: this worker's own update is bad; it takes part in the exchange without it
+            updates = jax.tree.map(lambda u: jnp.where(skips, 0, u).astype(u.dtype), updates)
         layout = layout_of(updates)
         workers = axis_size(axes) if axes else 1
         traffic = state.traffic.unpack()
@@ -204,5 +206,5 @@ def _check_params(layout: Layout, params: PyTree, axes: tuple[str, ...]) -> None
         if shared := [axis for axis in axes if axis not in varying_axes(leaf)]:
             raise ValueError(
                 f"params leaf {path_name(path)} is the same for all workers along {shared}, but gossip needs one per "
-                "worker. Use gcjax.gossip.make_train_step, or place params with gcjax.gossip.worker_params"
+                "worker. Use gcjax.make_train_step, or place params with gcjax.gossip.worker_params"
             )

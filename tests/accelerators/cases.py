@@ -128,7 +128,7 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
         chain = optax.chain(tx, optax.sgd(0.1))
         step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names)
     else:
-        step = gossip.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)
+        step = gcjax.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)
     return targets.lower(step, mesh, PARAMS, BATCH)
 
 

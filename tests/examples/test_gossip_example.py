@@ -11,7 +11,7 @@ import optax
 import pytest
 from harness import mesh_of
 
-from gcjax import gossip
+import gcjax
 
 
 def test_workers_draw_from_their_own_part_and_nothing_twice():
@@ -30,7 +30,7 @@ def test_every_algorithm_makes_a_transform(local_steps):
     args = example.parse_options(["--local-steps", local_steps, "--optimiser", "adamw"])
     for name, (_, make) in example.ALGORITHMS.items():
         tx = optax.chain(example.OPTIMISERS[args.optimiser](0.1), make(args, jax.random.key(0)))
-        assert gossip.info(tx.init(params)).step == 0, name
+        assert gcjax.info(tx.init(params)).step == 0, name
     assert len(example.COLOURS) >= len(example.ALGORITHMS)
 
 

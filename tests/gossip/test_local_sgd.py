@@ -78,7 +78,7 @@ def test_updates_keep_their_dtypes(dtype):
 def test_a_bfloat16_model_takes_steps_that_only_add_up(options):
     """One worker of four moves, each time by less than its share of a unit in the last place of the mean."""
     tx = optax.chain(optax.sgd(2.0**-7), gossip.local_sgd(1, **options, axis_name="data"))
-    step = gossip.make_train_step(lambda params, x: -jnp.mean(x) * params["a"].sum(), tx, mesh_of(4))
+    step = gcjax.make_train_step(lambda params, x: -jnp.mean(x) * params["a"].sum(), tx, mesh_of(4))
     state = step.init({"a": jnp.ones(8, jnp.bfloat16)})
     for _ in range(24):
         state, _ = step(state, jnp.array([1.0, 0.0, 0.0, 0.0]))
@@ -98,7 +98,7 @@ def test_a_model_that_learns_nothing_stays_as_it_is(dtype):
 @pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}])
 def test_a_mesh_of_one_worker_takes_the_outer_step(options):
     tx = optax.chain(optax.sgd(1.0), gossip.local_sgd(2, outer=optax.sgd(0.5), axis_name="data", mixing=1.0, **options))
-    step = gossip.make_train_step(lambda params, x: jnp.mean(x * (params["a"] + params["b"])), tx, mesh_of(1))
+    step = gcjax.make_train_step(lambda params, x: jnp.mean(x * (params["a"] + params["b"])), tx, mesh_of(1))
     state = step.init({"a": jnp.zeros(()), "b": jnp.zeros(())})
     for _ in range(4):
         state, _ = step(state, jnp.ones(2))
@@ -262,7 +262,7 @@ def test_recipes_train_and_workers_end_together(recipe):
         x, y = batch
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
-    step = gossip.make_train_step(loss_fn, tx, mesh_of(8))
+    step = gcjax.make_train_step(loss_fn, tx, mesh_of(8))
     batch = (x.reshape(-1, 5), targets.reshape(-1, 3))
     state = step.init(matrix)
     for _ in range(200):
@@ -314,7 +314,7 @@ def test_bad_options_raise(options, error, message):
 def test_a_compressor_over_a_part_of_the_axes_raises():
     mesh, compressor = jax.make_mesh((2, 2), ("x", "y")), gcjax.top_k_compress(0.5, axis_name="x")
     tx = gossip.local_sgd(1, compressor=compressor, axis_name=("x", "y"))
-    step = gossip.make_train_step(lambda w, x: jnp.mean(x * w), tx, mesh, axis_name=("x", "y"))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean(x * w), tx, mesh, axis_name=("x", "y"))
     with pytest.raises(ValueError, match=r"the compressor's mean differs along \['y'\].* inner_axis_name"):
         step.lower(step.init(jnp.zeros(())), jnp.ones(4))
 

@@ -15,12 +15,9 @@ from gcjax.gossip._simulate.nodes import make_trainer
 
 def is_usual(algorithm, options):
     graph = options.get("graph")
-    return (
-        algorithm == "sgp"
-        or graph == "complete"
-        or "step_seconds" in options
-        or (algorithm, graph) == ("d_psgd", TORUS)
-    )
+    if algorithm == "d_psgd":
+        return graph is TORUS
+    return algorithm == "sgp" or str(graph) == "complete" or "step_seconds" in options
 
 
 @cases(
