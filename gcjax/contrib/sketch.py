@@ -67,39 +67,30 @@ def sketch_compress(
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the k entries whose sum over the workers is largest, according to a count sketch.
 
-        u <- momentum * u + g
-        v <- v + u
+        u <- m u + g;  v <- v + u
         S = mean over workers of sketch(v)
         C = the 4 k largest of |estimate(S)|
         w = mean over workers of v at C
 
-    and the update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker
-    sets its u and v to zero there. The estimate of an entry is the median over the rows of its cells with their signs
-    undone. A cell holds the entry plus noise of a variance below |m|^2 / columns, with m the mean of the v. To find
-    entries whose square is above |m|^2 / k, `columns` must be several times k. Entries that are missed wait in v.
+    The update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker sets
+    its u and v to zero there. An estimate is the median over the rows of the entry's cells with their signs undone:
+    unbiased, but the choice of the largest is biased. A sent entry loses its u. A cell's noise has a variance below
+    |mean v|^2 / columns: to find entries whose square is above |mean v|^2 / k, `columns` must be several times k. Its
+    cost does not grow with the number of workers.
 
-    It finds entries that are large in the sum even if they are not large on any worker, and its cost does not grow with
-    the number of workers. Wire: 32 (rows * columns + 4 k) bits in two all-reduces; by default 54 words per
-    sent entry, which pays at densities well below 1/54. State: two float32 and a bit per parameter, or one float32 and
-    a bit with `momentum=0`. Momentum is inside; weight decay and clipping come before it, the learning rate comes after
-    it: `optax.chain(gcjax.contrib.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
+    State: two float32 and a bit per parameter, one less with `momentum=0`. Wire: 32 (rows * columns + 4 k) bits, by
+    default 54 words per sent entry. Weight decay comes before it, the learning rate after it:
+    `optax.chain(gcjax.contrib.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
-      density: share of the entries to send, in (0, 1]; static.
-      rows: rows of the sketch, an odd number.
-      columns: cells per row, at most one per entry; None for 10 k, as in the authors' code.
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      momentum: m, in [0, 1); static.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      density: share of the entries to send, in (0, 1].
+      rows, columns: of the sketch: an odd number; cells per row, at most one per entry, None for 10 k.
+      key: random key, the same on all workers.
+      momentum: m, in [0, 1); static. With 0 nothing is lost.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density, momentum or size out of range, or an even number of rows.
-      TypeError: for a missing key, or an argument of another type.
-
-    **Randomness**: from `key`, shared: all workers draw the same sketch, a new one in each step. **Bias**: each cell is
-    an unbiased estimate, but the choice of the largest is biased. Entries are delayed; with `momentum=0` nothing is
-    lost, otherwise an entry loses its u when it is sent. **Non-finite input**: the update is NaN on all workers and
-    every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.contrib.sketch_compress(density=0.5, key=jax.random.key(0))

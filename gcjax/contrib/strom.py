@@ -51,25 +51,19 @@ def strom_compress(
         r <- r + g
         where |r| > tau:  send sign(r), r <- r - tau * sign(r)
 
-    and the update is the mean over workers of tau * sign(r) where sent, zero elsewhere. An entry sends
-    at most one threshold per step: where gradients are much larger, the residual grows without bound. Choose tau by the
-    magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
-    comes after it: `optax.chain(gcjax.contrib.strom_compress(0.01), optax.sgd(0.1))`.
+    The update is the mean over workers of tau * sign(r) where sent, zero elsewhere. Entries are delayed, which biases a
+    step; nothing is lost. An entry sends at most one threshold per step: where gradients are much larger, the residual
+    grows without bound. Choose tau by the magnitude of the gradients.
 
-    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
-    13 at 1/1000.
+    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100, 13 at 1/1000.
+    The optimiser comes after it: `optax.chain(gcjax.contrib.strom_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
-      capacity: as in `gcjax.variance_compress`.
-      transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      capacity, transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a threshold or capacity out of range.
-
-    **Randomness**: none. **Bias**: entries are delayed; nothing is lost. **Non-finite input**: the update is NaN on all
-    workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.strom_compress(threshold=0.5)

@@ -66,37 +66,25 @@ def dgc_compress(
         v <- v + u
         send the k entries with the largest |v|; there u <- 0, v <- 0
 
-    and the update is the mean over workers of what they sent. Every worker applies momentum to its own gradient, so
-    that an entry that has waited arrives with all the velocity it would have had.
-
-    Resetting u where it was sent (momentum factor masking) stops stale momentum. It also shortens momentum, to none for
-    an entry sent in every step. If the workers' gradients do not vanish at the optimum, workers that send an entry
-    seldom then count more, and training misses the optimum.
-
-    The optimiser after it is plain SGD, with the learning rate that momentum SGD would have:
-    `optax.chain(gcjax.dgc_compress(0.001), optax.sgd(0.1))`. Weight decay stands between the two, because before the
-    compressor it would fill u: `optax.add_decayed_weights(d)`. There it has no momentum; d = c / (1 - m) pulls like the
-    decay c of momentum SGD.
-
-    Leaves of fewer than 4,096 entries (biases, scales) send all of u in each step, which is momentum SGD.
+    The update is the mean over workers of the sent entries. Leaves of fewer than 4,096 entries (biases, scales) send
+    all of u in each step, which is momentum SGD. Resetting u (momentum factor masking) stops stale momentum, but loses
+    it: workers that send an entry seldom then count more, which biases the optimum where their gradients do not vanish
+    there.
 
     State: two float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100 and a small all-reduce.
+    The optimiser after it is plain SGD, with the learning rate that momentum SGD would have:
+    `optax.chain(gcjax.dgc_compress(0.001), optax.sgd(0.1))`. Weight decay stands between the two, and has no momentum
+    there.
 
     Args:
       density: share of the entries to send, in (0, 1].
-      momentum: m, in [0, 1). With 0 it is `gcjax.top_k_compress`. May be traced.
+      momentum: m, in [0, 1). With 0 it is `gcjax.top_k_compress`, and nothing is lost. May be traced.
       warmup_steps: steps before `density` applies, divided equally between stages that send 1/4, 1/16, 1/64, ... of the
         entries; in the paper each stage is an epoch. 0 for none.
-      transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a value out of range.
-      TypeError: for an argument of the wrong type.
-
-    **Randomness**: none. **Bias**: entries are delayed. With `momentum=0` nothing is lost; otherwise an entry loses its
-    momentum when it is sent. **Non-finite input**: the update is NaN on all workers and every worker's state stays as
-    it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.dgc_compress(density=1 / 4096, momentum=0.5)

@@ -98,33 +98,22 @@ def power_sgd_compress(
         Q <- mean(M^T P)
         e <- M - P Q^T
 
-    and the update is P Q^T = P P^T mean(M): the mean over workers, projected on r directions.
-    Every step starts from the last Q, so that the directions follow the largest singular vectors. A worker's e is its
-    own M minus the common update; the mean of e over the workers is what has not been sent yet.
+    The update is P Q^T, the mean of M over workers, projected on r directions: biased, which the residual corrects. Q
+    starts from a normal draw and then from the last Q, so the directions follow the largest singular vectors. A leaf of
+    shape (..., m) is an n x m matrix. Matrices that the factors do not halve, vectors, scalars and leaves above 2**28
+    entries are sent whole: do not stack the layers of a large model into one leaf.
 
-    A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes, and sends r (n + m) values
-    instead of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
-    A leaf above 2**28 entries is also sent whole: do not stack the layers of a large model into one leaf.
-
-    State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Time: 8 r operations per
-    parameter. Momentum, weight decay and learning rate come after it:
-    `optax.chain(gcjax.power_sgd_compress(key=key), optax.sgd(0.1, momentum=0.9, nesterov=True))`.
+    State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Wire: 32 r (n + m) bits per
+    matrix, whose values `gcjax.info` counts as entries. The optimiser comes after it: `optax.chain(
+    gcjax.power_sgd_compress(key=key), optax.sgd(0.1, momentum=0.9, nesterov=True))`.
 
     Args:
       rank: r, columns of the factors, at least 1; 1 to 4 in the paper.
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`. What `gcjax.info` counts as sent entries are the values on the wire.
+      key: random key, the same on all workers.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      TypeError: if rank is not an int, or key is not a key.
       ValueError: for a rank below 1.
-
-    **Randomness**: shared; only for the first Q, drawn from a normal distribution, and for columns of Q that are zero.
-    **Bias**: biased, which the residual corrects. **Non-finite input**: the update is NaN on all workers and every
-    worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.power_sgd_compress(rank=1, key=jax.random.key(0))

@@ -44,37 +44,26 @@ def qsgd_compress(
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
 
-        l = floor(s |x_i| / norm)
+        l = floor(s |x_i| / norm),  s = 2**(bits - 1) - 1
         Q(x_i) = norm * sign(x_i) * (l + 1) / s   with probability s |x_i| / norm - l
                  norm * sign(x_i) * l / s         otherwise
 
-    with s = 2**(bits - 1) - 1 and the norm of the entry's block; the update is the mean over workers of Q(g). The norm
-    is the maximum. With 4 bits and blocks of 512 normally distributed entries the squared error is 0.036 of the squared
-    gradient.
+    The norm is the maximum of the entry's block; the update is the mean over workers of Q(g), which is unbiased. With 4
+    bits and blocks of 512 normal entries the squared error is 0.036 of the squared gradient. In two phases a block
+    never spans two owners' pieces; owners round the mean to the nearest level and owe the rest. Workers have no error
+    feedback: it would diverge where the variance exceeds the squared gradient.
 
-    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter and 32 per block, to every other
-    worker ("all_gather") or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker,
-    its owner, and a block never spans two pieces. The owner rounds the mean to the nearest level of its block's maximum
-    and adds what that leaves to the next mean.
-    Workers have no error feedback: it would diverge where the variance exceeds the squared gradient. Momentum, weight
-    decay and learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
+    State: none; in two phases a float32 per owned parameter. Wire: `bits` bits per parameter and 32 per block. The
+    optimiser comes after it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
       bits: b, bits per entry with the sign, 2 to 8.
-      bucket_size: entries per block, which share a norm; a multiple of 32. A block never spans two leaves.
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      bucket_size: entries per block; a multiple of 32. A block never spans two leaves.
+      key: random key, the same on all workers.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for an argument out of range or an unknown transport.
-      TypeError: for an argument of the wrong type.
-
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none; in two phases owners round
-    to the nearest, which what they owe corrects. **Non-finite input**: the
-    update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.qsgd_compress(bits=3, key=jax.random.key(0))

@@ -83,39 +83,25 @@ def sparse_loco_compress(
         q = Q(the top_k largest entries of each chunk of e)
         e <- e - q
 
-    and the update is the mean of q over the workers that sent the entry. A matrix is divided into chunks of 64 x 64, a
-    vector into chunks of 64. Q sorts the entries that a worker sends of a leaf into 2**bits bins, 6 / 2**bits of their
-    standard deviations wide and around their mean, and sends the mean of every bin. With 2 bits the bins end 2.25 and
-    0.75 deviations below the mean and 0.75 above it.
+    The update is the mean of q over the workers that sent the entry. A matrix is divided into chunks of 64 x 64, a
+    vector into chunks of 64. Q sorts a leaf's sent entries into 2**bits bins around their mean, 6 / 2**bits of their
+    standard deviations wide, and sends the mean of every bin. Entries are delayed and rounded, and waiting entries
+    decay: biased. It is made for models that train alone between exchanges: `gcjax.gossip.local_sgd(30,
+    compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data")` after the optimiser. On gradients:
+    `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
 
-    It is made for the changes of models that train on their own between exchanges, where the residual stands in for
-    the outer momentum: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(30, compressor=
-    gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"))`. With `top_k=chunk**2`, `bits=4` and
-    `outer=optax.sgd(0.7, momentum=0.6, nesterov=True)` nothing is left out, as in MuLoCo (arXiv 2505.23725). On
-    gradients it is top-k by chunks: `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
-
-    State: a float32 per parameter. Wire: 14 bits per entry, with the defaults 1/64 of the parameters in matrices, and
-    16 bytes per leaf. Vectors and small matrices are sent whole, at 2 bits per entry.
-    `average="senders"` needs a float32 more per parameter while it adds up.
+    State: a float32 per parameter. Wire: 14 bits per entry, 1/64 of a matrix's entries, and 16 bytes per leaf.
 
     Args:
-      top_k: number of entries to send of each chunk; all of a smaller chunk, without their places.
+      top_k: entries to send of each chunk; all of a smaller chunk, without their places.
       chunk: largest length of a chunk along an axis, up to 256.
-      decay: beta, in [0, 1]. With 1 nothing is lost where the `average` is over the workers. May be traced
-        (`optax.inject_hyperparams` with all other options among its static_args).
+      decay: beta, in [0, 1]. May be traced (`optax.inject_hyperparams` with the other options among its static_args).
       bits: of a value, from 2 to 4; None for float32.
-      average: "senders" adds up what was sent of an entry and divides by the number of those that sent it, as the
-        authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
-        gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      average: "senders" divides by the number of senders of an entry; "workers" by that of all workers (the formula).
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, a decay or `bits` out of range, an unknown
-        `average`.
-      TypeError: for a `top_k`, `chunk` or `bits` that is not an int.
-
-    **Randomness**: none. **Bias**: entries are delayed and rounded, and what waits decays. **Non-finite input**: the
-    update is NaN on all workers and every worker's state stays as it was.
+      ValueError: for an argument out of range or an unknown `average`.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.sparse_loco_compress(top_k=2, decay=0.5, bits=None)
