@@ -4,17 +4,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from selection import cases
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("command", "said"),
     [
         ("bench.wire --quick", "| 10,000,000 | 1/100 |"),
-        pytest.param("bench.methods --quick --only top_k --repeats 3", "| top_k", marks=pytest.mark.full),
+        ("bench.methods --quick --only top_k --repeats 3", "| top_k"),
     ],
+    default=1,
 )
 def test_it_runs(command, said):
     words = [sys.executable, "-m", *command.split()]
