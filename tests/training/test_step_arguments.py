@@ -223,7 +223,7 @@ def test_model_state_must_keep_its_shapes():
 
 def test_a_random_key_is_no_model_state_and_no_parameter():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
-    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*nnx\.reseed\(model"
+    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*flax\.reseed\(model"
     with pytest.raises(TypeError, match=rf"model_state\['rng'\] is a random key.*{cure}"):
         step.init(PARAMS, model_state=rng)
     with pytest.raises(TypeError, match=rf"params\['rng'\] is a random key, which cannot be trained.*{cure}"):
