@@ -165,7 +165,7 @@ def test_mixing_keeps_the_sum_of_all_models():
 @pytest.fixture(scope="module")
 def streaming():
     """Fragments, a delay and a compressor: the step and what 14 updates leave after each."""
-    compressor = gcjax.sparse_loco_compress(5, chunk=4, decay=1.0, bits=None, average="workers", axis_name="data")
+    compressor = gcjax.sparse_loco_compress(14, chunk=4, decay=1.0, bits=4, average="workers", axis_name="data")
     tx = gossip.local_sgd(4, compressor=compressor, fragments=2, delay=3, mixing=1.0, axis_name="data")
     run, params, steps = Workers(tx, 4), stacks(4, np.zeros), []
     for number in range(14):
