@@ -104,7 +104,7 @@ def test_a_mesh_of_one_worker_takes_the_outer_step():
 @pytest.fixture(scope="module")
 def compressed():
     """An exchange with a compressor in every fourth update: the step, and what 12 updates leave after each."""
-    compressor = gcjax.sparse_loco_compress(5, chunk=4, decay=1.0, bits=None, average="workers", axis_name="data")
+    compressor = gcjax.sparse_loco_compress(14, chunk=4, decay=1.0, bits=4, average="workers", axis_name="data")
     run, params, steps = (
         Workers(gossip.local_sgd(4, compressor=compressor, axis_name="data"), 4),
         stacks(4, np.zeros),

@@ -37,7 +37,7 @@ class LeafOracle(ChunkedLeaf):
             mask[kept] = True
             chosen[part] = mask.reshape(magnitudes[part].shape) & (magnitudes[part] >= 0)
         sent = np.zeros_like(x)
-        sent[chosen] = x[chosen] if self.bits is None else rounded(x[chosen], self.bits)
+        sent[chosen] = rounded(x[chosen], self.bits)
         self.left = self.left - self.flat(sent)
         return self.flat(sent), self.flat(chosen)
 
@@ -78,7 +78,6 @@ def row(name, rare=False, **options):
 ROWS = [
     row("2-bits", top_k=7, chunk=7, decay=1.0, bits=2, average="workers"),
     row("senders", top_k=7, chunk=7, decay=0.5, bits=2),
-    row("float32", rare=True, top_k=5, chunk=6, decay=1.0, bits=None, average="workers"),
     row("whole", rare=True, top_k=4096, chunk=64, decay=0.9, bits=4),
 ]
 CHAINS = {"sparse_loco_compress": before_sgd(gcjax.sparse_loco_compress, decay=1.0, average="workers")}
