@@ -106,7 +106,8 @@ def reseed(model: nnx.Module, **keys: Array) -> None:
     names = {node.key.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)}
     if unknown := sorted(set(keys) - names):
         raise ValueError(f"the model has no random stream {unknown}; its streams are {sorted(names)}")
-    nnx.reseed(model, **keys)
+    streams: dict[str, Any] = dict(keys)
+    nnx.reseed(model, **streams)
 
 
 def apply_gradients(state: State, *, grads: PyTree, sum_grad_squared: PyTree, **kwargs: Any) -> State:
