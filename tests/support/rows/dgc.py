@@ -107,7 +107,7 @@ ROWS = [
 
 
 def chain(axis_name, learning_rate):
-    tx = dgc(0.1, momentum=0.5, warmup_steps=20, dense_below=40, axis_name=axis_name)
+    tx = dgc(0.1, dense_below=40, axis_name=axis_name)
     return optax.chain(tx, optax.sgd(learning_rate))
 
 
