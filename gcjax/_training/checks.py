@@ -176,8 +176,8 @@ def _is_key(leaf: object) -> bool:
 _OWN_KEYS = (
     "Leave random keys out of both, and give step.init(key=...): loss_fn(params, batch, key=...) then gets another key "
     "for each worker, step and sample. With Flax NNX: graphdef, params, rest = nnx.split(model, nnx.Param, ...); in "
-    "loss_fn: model = nnx.merge(graphdef, params, rest, copy=True), then gcjax.flax.reseed(model, default=key) if the model "
-    "was made with nnx.Rngs(0), or dropout=key for a stream of that name"
+    "loss_fn: model = nnx.merge(graphdef, params, rest, copy=True), then gcjax.flax.reseed(model, default=key) if the "
+    "model was made with nnx.Rngs(0), or dropout=key for a stream of that name"
 )
 
 
