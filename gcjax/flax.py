@@ -88,7 +88,7 @@ def _batchnorms(model: nnx.Module) -> list[nnx.BatchNorm]:
     return [node for node in nodes if isinstance(node, nnx.BatchNorm) and node.axis_name is None]
 
 
-def reseed(model: nnx.Module, **keys: Array) -> None:
+def reseed(model: nnx.Module, **keys: Any) -> None:
     """`nnx.reseed` that raises where it would change nothing: dropout would then be the same in every step.
 
     Args:

@@ -45,8 +45,8 @@ def compressed_value_and_grad(
 ) -> "CompressedGrad":
     """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
 
-    For a step under plain `jax.jit` with a sharded batch, where `jax.grad` all-reduces densely before any optimiser
-    sees the gradient. This computes each worker's gradient separately and returns the mean that `tx` makes of them. The
+    For a step under plain `jax.jit` with a sharded batch, where `jax.grad` all-reduces densely before an optimiser sees
+    the gradient. This computes each worker's gradient separately and returns the mean that `tx` makes of them. The
     optimiser and the rest of the step stay as they are:
 
         value_and_grad = gcjax.compressed_value_and_grad(loss_fn, gcjax.variance_compress(axis_name="data"), mesh)

@@ -40,8 +40,8 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. It gets `key=`
         and `model_state=` if `init` got them, and then returns `(loss, model_state)`. Where squares are computed it
         sees one sample at a time, as a batch of size 1 with its own key.
-      tx: an optax chain. Its compressor or gossip transform names some of the axes of `axis_name`. Inside of a worker
-        of gossip, along the other axes, the step averages gradients. A transform that asks for `value` gets the mean of
+      tx: an optax chain. Its compressor or gossip transform names some of the axes of `axis_name`. Inside a worker of
+        gossip, along the other axes, the step averages gradients. A transform that asks for `value` gets the mean of
         the losses of the workers with the same parameters.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
@@ -69,8 +69,8 @@ def make_train_step(
       `jax.make_array_from_process_local_data`.
 
     Raises:
-      ValueError, TypeError: an argument is out of range or of another kind; (from `init`) the chain cannot work, such
-        as one with two compressors; (when called) batch, state or what `loss_fn` returns does not fit, an update would
+      ValueError, TypeError: an argument is out of range or of another kind; (from `init`) the chain cannot work, as one
+        with two compressors; (when called) batch, state or what `loss_fn` returns does not fit, an update would
         differ between workers, or a check found a mistake. The message names the cure.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
       RuntimeError: (when called) the state was donated before; (on all processes) the processes would not run the same

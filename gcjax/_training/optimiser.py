@@ -1,6 +1,5 @@
 """One update of the optimiser, on one device or split in two where parameters are sharded, with its results checked."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -58,9 +57,8 @@ def update_with(
     """
     with noting_means() as means:
         updates, new = _update(tx, grad, opt_state, params, extra)
-    _check_compressors(opt_state, new)
-    _check_updates(updates, params)
     _check_state(opt_state, new, params)
+    _check_updates(updates, params)
     return Updated(updates, new, means)
 
 
@@ -235,30 +233,22 @@ def _check_updates(updates: PyTree, params: PyTree) -> None:
             )
 
 
-def _check_compressors(old: PyTree, new: PyTree) -> None:
-    """Raise ValueError if state per worker would differ along axes that its transform does not name."""
-    for path, after, axes in _differing(old, new, frozenset()):
-        if is_per_worker(after):
-            raise ValueError(
-                f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}, which its transform "
-                "does not name. A compressor averages over the axes in its axis_name, and those of a fast link in its "
-                "inner_axis_name: together they must be all axes of the step along which no parameter is sharded"
-            )
-
-
 def _check_state(old: PyTree, new: PyTree, params: PyTree) -> None:
-    """Raise ValueError if state that all workers share would differ between them."""
-    for path, _, axes in _differing(old, new, varying_axes(params)):
-        raise ValueError(
-            f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}: a transform with "
-            "state stands before the compressor and sees each worker's own gradient. Put it after the compressor, "
-            "or wrap it in gcjax.local_transform"
-        )
-
-
-def _differing(old: PyTree, new: PyTree, shards: frozenset[str]) -> Iterator[tuple[tuple, Any, list[str]]]:
-    """The nodes of a new state that differ along more axes than before: path, node and these axes but `shards`."""
-    before = jax.tree.leaves(old, is_leaf=is_per_worker)
+    """Raise ValueError if state would differ along axes that its transform does not name."""
+    before, shards = jax.tree.leaves(old, is_leaf=is_per_worker), varying_axes(params)
     for (path, after), x in zip(jax.tree_util.tree_leaves_with_path(new, is_leaf=is_per_worker), before, strict=True):
-        if axes := sorted(varying_axes(after) - varying_axes(x) - shards):
-            yield path, after, axes
+        per_worker = is_per_worker(after)
+        axes = sorted(varying_axes(after) - varying_axes(x) - (frozenset() if per_worker else shards))
+        if not axes:
+            continue
+        where = f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}"
+        if per_worker:
+            raise ValueError(
+                f"{where}, which its transform does not name. A compressor averages over the axes in its axis_name, "
+                "and those of a fast link in its inner_axis_name: together they must be all axes of the workers along "
+                "which no parameter is sharded"
+            )
+        raise ValueError(
+            f"{where}: a transform with state stands before the compressor and sees each worker's own gradient. Put it "
+            "after the compressor, or wrap it in gcjax.local_transform"
+        )

@@ -124,7 +124,7 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     case, mesh = CASES[name], targets.mesh_of(target, MESHES[mesh_name])
     tx = case.make(**AXES[mesh_name])
     if case.method in METHODS:
-        chain = optax.chain(tx, optax.sgd(0.1))
+        chain = optax.chain(tx, optax.sgd(0.1, momentum=0.9))
         step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names)
     else:
         step = gcjax.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)

@@ -219,7 +219,7 @@ def call(loss=loss_fn, batch=16, compressor_axis="data", **options):
         (
             {"compressor_axis": None},
             ValueError,
-            r"along \['data'\] different: its compressor must name axis_name=\('data',\)",
+            r"would differ between workers along \['data'\].*averages over the axes in its axis_name",
         ),
         ({"param_specs": P("row")}, ValueError, r"the mesh has no axis \['row'\]"),
     ],
