@@ -1,4 +1,4 @@
-"""Compiled programs, read from the text that XLA prints: their instructions, and what their collectives move."""
+"""Compiled programs, read from the text that XLA prints: instructions, and the bytes that collectives move."""
 
 import itertools
 import math
@@ -52,12 +52,12 @@ class Program(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a collective moves.
+    """One array that a collective moves.
 
     Attributes:
       kind: of `COLLECTIVES`.
-      dtype: of one array of the result, as XLA prints it.
-      elements: of that array.
+      dtype: as XLA prints it.
+      elements: their number.
       groups: the devices that exchange it; None for a permutation.
       ring_bytes: sent by a worker, with the algorithms of a ring.
       computation: its name; "" for the entry, so that other names are mostly branches of a conditional.
@@ -158,7 +158,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _sent_share(instruction: Instruction, groups: Groups | None) -> float:
-    """What a worker sends, as a share of the bytes of the result."""
+    """The share of the bytes of the result that a worker sends."""
     if instruction.opcode == "collective-permute":
         return 1.0
     if not groups or instruction.opcode not in ("all-gather", "all-to-all", "all-reduce"):

@@ -1,6 +1,6 @@
 """Names of JAX outside its stable API, and differences between its releases. The rest of gcjax uses them through here.
 
-Private names, what for, and what breaks without them:
+Private names, their uses, and the loss without them:
 
 - `ShapedArray.mat`: the mesh axes along which a value is typed as varying. Without it no gradient that JAX has already
   all-reduced would be noticed.
@@ -112,13 +112,16 @@ def partitioned_axes(tree: PyTree) -> dict[str, int]:
     Axes that `shard_map` or `pmap` bind are not among them. Leaves that get a sharding from `in_shardings` of `jax.jit`
     alone show none; see `when_lowered`.
     """
-    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))]
-    return {
-        name: size
-        for mesh in meshes
-        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
-        if size > 1 and kind != jax.sharding.AxisType.Manual
-    }
+    axes: dict[str, int] = {}
+    for mesh in (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))):
+        axes |= _axes(mesh, manual=False)
+    return axes
+
+
+def _axes(mesh: jax.sharding.AbstractMesh, manual: bool) -> dict[str, int]:
+    """The axes of several devices that `shard_map` or `pmap` binds, or the others, with their sizes."""
+    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return {name: n for (name, n), kind in kinds if n > 1 and (kind == jax.sharding.AxisType.Manual) == manual}
 
 
 def _identity(x, *, check):
@@ -150,9 +153,7 @@ def when_lowered(x: Array, check: Callable[[int], None]) -> Array:
 
 def unchecked_axes() -> dict[str, int]:
     """The axes of several devices that `pmap` or `shard_map` with check_vma=False binds here, with their sizes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
-    manual = {name: size for (name, size), kind in kinds if size > 1 and kind == jax.sharding.AxisType.Manual}
+    manual = _axes(jax.sharding.get_abstract_mesh(), manual=True)
     return {} if tracks_variation(tuple(manual)) else manual
 
 
@@ -169,14 +170,21 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 def constrain(tree: PyTree, sharding: jax.sharding.NamedSharding) -> PyTree:
     """Lay arrays out as `sharding` says, inside jit. On a mesh that has explicit axes, along those axes only."""
-    mesh = sharding.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind == jax.sharding.AxisType.Explicit}
+    explicit = _explicit_axes(sharding.mesh)
     if not explicit:
         return lax.with_sharding_constraint(tree, sharding)
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in sharding.spec]
-    spec = jax.sharding.PartitionSpec(*(tuple(name for name in entry if name in explicit) for entry in entries))
-    return jax.reshard(tree, jax.sharding.NamedSharding(mesh, spec))
+    entries = (tuple(name for name in _names(entry) if name in explicit) for entry in sharding.spec)
+    return jax.reshard(tree, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*entries)))
+
+
+def _explicit_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> set[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -188,14 +196,17 @@ def without_mesh_types(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     if not axes:
         return fn(*args)
     with _check_vma(False):
-        # Typed and untyped values do not mix. Any operation loses the type while tracking is off.
-        untyped = jax.tree.map(lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)), args)
-        out = fn(*untyped)
+        out = fn(*jax.tree.map(_untyped, args))  # typed and untyped values do not mix
     return vary(out, axes)
 
 
+def _untyped(x: Array) -> Array:
+    """x without its type, where tracking is off: any operation loses it."""
+    return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
+
+
 def in_32_bits(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`fn` with jax_enable_x64 off: what it makes without naming a dtype is float32 or int32, for any user."""
+    """`fn` with jax_enable_x64 off: its arrays without a named dtype are float32 or int32, for any user."""
 
     @functools.wraps(fn)
     def run(*args):
@@ -216,9 +227,8 @@ def with_automatic_samples(
     sharding, axes = jax.sharding.NamedSharding, set()
     for x in jax.tree.leaves(batch):
         mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-        names = ((spec[0],) if isinstance(spec[0], str) else spec[0] or ()) if spec else ()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        axes |= {(mesh, name) for name in names if kinds[name] == jax.sharding.AxisType.Explicit}
+        names = _names(spec[0]) if spec else ()
+        axes |= {(mesh, name) for name in names if name in _explicit_axes(mesh)}
     if not axes:
         return fn(params, batch)
     mesh = next(iter(axes))[0]  # JAX lets no computation have two
@@ -232,7 +242,7 @@ def with_automatic_samples(
 def equal_everywhere(x: Array) -> Array:
     """Type `x` as equal along all mesh axes. The caller knows that it is: nothing is checked or exchanged."""
     with _check_vma(False):
-        return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
+        return _untyped(x)
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -276,7 +286,7 @@ def has_side_effects(eqn: JaxprEqn) -> bool:
 
 
 class KeyValueStore(Protocol):
-    """What gcjax calls of the store that the processes of `jax.distributed` share."""
+    """The methods that gcjax calls of the store that the processes of `jax.distributed` share."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
     def key_value_set_bytes(self, key: str, value: bytes) -> None: ...

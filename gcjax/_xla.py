@@ -15,6 +15,15 @@ def computed_once(x: Array, limit: ArrayLike) -> Array:
     return x % limit
 
 
+def larger(x: Array, y: Array) -> Array:
+    """The larger one, entry by entry, of arrays without NaN; for reductions in place of `lax.max`.
+
+    XLA's CPU backend looks for NaN in `lax.max`, and passes a reduction by it to a library, for which it writes the
+    operand to memory.
+    """
+    return jnp.where(x > y, x, y)
+
+
 def kept_unless(go: Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where `go`, else `old`, entry by entry.
 

@@ -1,4 +1,4 @@
-"""Array code without collectives: floats, bit packing, hashing, buckets, reductions over segments, matrices.
+"""Arrays without collectives: floats, bits, hashing, buckets, groups, chunks and matrices.
 
-Imports only `_types`, `_validation` and `_jax_compat`.
+`buckets` says how the leaves of a pytree lie in one array; most other modules work on such arrays.
 """

@@ -1,12 +1,12 @@
 """Bits: masks as words, small integers packed into words.
 
 A bucket's arrays have the shape [blocks, 32, 128]: blocks of 4,096 entries, 32 rows of 128 lanes. A mask word holds a
-column of a block: bit r of word 128 * b + l stands for entry [b, r, l]. So words are made and read without moving
-entries between the lanes of a vector unit, which TPUs are slow at, and a block is 4 whole tiles of a TPU's memory.
+column of a block: bit r of word 128 * b + l stands for entry [b, r, l]. So no entry moves between the lanes of a vector
+unit, which TPUs are slow at, and a block is 4 whole tiles of a TPU's memory.
 
-The forms here are the ones that XLA's CPU backend compiles to vector code as well; others that look alike are several
-times slower. Results need the three axes, because XLA would divide for every entry to find them again. Reductions need
-few steps, which LLVM unrolls, and several operands: XLA hands those of one operand to slower code.
+XLA's CPU backend compiles these forms to vector code; others that look alike are several times slower. Results need the
+three axes, or XLA divides for every entry to find them again. Reductions need few steps, which LLVM unrolls, and
+several operands: XLA hands those of one operand to slower code.
 """
 
 import functools
@@ -36,7 +36,7 @@ def to_blocks(x: Array) -> Array:
 
 
 def position_of(index: Array) -> Array:
-    """Where an entry lies in the flattened bucket. Its index counts word by word: 32 * word + bit."""
+    """The place of an entry in the flattened bucket. Its index counts word by word: 32 * word + bit."""
     block, row, lane = index // BLOCK, index % WORD, index // WORD % LANES
     return block * BLOCK + row * LANES + lane
 
@@ -56,29 +56,28 @@ def pack_mask(mask: Array) -> Array:
     >>> print(words.shape, words[5])  # bit 3
     (128,) 8
     """
-    return _pack((mask,))[0]
+    return pack_masks(mask)[0]
 
 
-def pack_two(a: Array, b: Array) -> tuple[Array, Array]:
-    """Pack two masks in one pass over the arrays they are computed from."""
-    first, second = _pack((a, b))
-    return first, second
+def pack_masks(*masks: Array) -> list[Array]:
+    """`pack_mask` of each, in one pass over the arrays that they are computed from."""
+    return reduce_rows(*map(_in_words, masks))
 
 
-def _pack(masks: tuple[Array, ...]) -> list[Array]:
-    return reduce_rows(*((lax.bitwise_or, jnp.where(mask, _row_bits(), jnp.uint32(0))) for mask in masks))
+def _in_words(mask: Array) -> tuple[Merge, Array]:
+    """The mask as words, for `reduce_rows`."""
+    return lax.bitwise_or, jnp.where(mask, jnp.uint32(1) << _rows(), jnp.uint32(0))
 
 
-def _row_bits() -> Array:
-    """uint32[32, 1], row r holding 1 << r."""
-    return jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)[:, None]
+def _rows() -> Array:
+    """uint32[32, 1], the numbers of the rows."""
+    return jnp.arange(WORD, dtype=jnp.uint32)[:, None]
 
 
 def reduce_rows(*pairs: tuple[Merge, Array]) -> list[Array]:
     """Reduce the rows of each block, [blocks, 32, 128] -> [128 * blocks] for each pair, in one pass over the data.
 
-    Args:
-      *pairs: merge(x, y), associative with 0 as its neutral element; and an array of any dtype.
+    A pair is merge(x, y), associative with 0 as its neutral element, and an array of any dtype.
     """
     merges, arrays = zip(*pairs, strict=True)
     return lax.platform_dependent(
@@ -108,17 +107,9 @@ def _reduce_in_short(merges: tuple[Merge, ...], *arrays: Array) -> list[Array]:
     return [merge(x[:, 0], x[:, 1]).reshape(-1) for merge, x in zip(merges, eighths, strict=True)]
 
 
-def pack_mask_and_peak(mask: Array, x: Array) -> tuple[Array, Array]:
-    """`pack_mask`, and the bits of the largest selected |x| of each word, in one pass over the data.
-
-    mask: bool[blocks, 32, 128]; x: float32 of the same shape. Returns uint32[128 * blocks] twice; the peak of an empty
-    word is 0.
-    """
-    zero = jnp.uint32(0)
-    words, peaks = reduce_rows(
-        (lax.bitwise_or, jnp.where(mask, _row_bits(), zero)), (lax.max, jnp.where(mask, magnitude_bits(x), zero))
-    )
-    return words, peaks
+def pack_mask_and_peak(mask: Array, x: Array) -> list[Array]:
+    """`pack_mask`, and the bits of the largest selected |x| of each word (0 in an empty one), in one pass."""
+    return reduce_rows(_in_words(mask), (lax.max, jnp.where(mask, magnitude_bits(x), jnp.uint32(0))))
 
 
 def unpack_mask(words: Array) -> Array:
@@ -128,45 +119,37 @@ def unpack_mask(words: Array) -> Array:
     >>> print(gx.unpack_mask(jnp.uint32([0, 8]))[0, 3, :3])
     [False  True False]
     """
-    return _columns(words) >> jnp.arange(WORD, dtype=jnp.uint32)[:, None] & 1 != 0
+    return _unpack(words) != 0
 
 
-def _columns(words: Array) -> Array:
-    """uint32[..., m] -> uint32[..., blocks, 1, 128]."""
-    *outer, count = words.shape
-    padding = [(0, 0)] * len(outer) + [(0, -count % LANES)]
-    return jnp.pad(words, padding).reshape(*outer, -1, 1, LANES)
+def _unpack(words: Array) -> Array:
+    """uint32[m] -> uint32[blocks, 32, 128], 0 or 1."""
+    return jnp.pad(words, (0, -len(words) % LANES)).reshape(-1, 1, LANES) >> _rows() & 1
 
 
 def pack_planes(values: Array, bits: int, words: int | None = None) -> Array:
     """Integers below 2**bits as packed masks: of all bits 0, then of all bits 1, and so on.
 
-    Args:
-      values: uint32[blocks, 32, 128].
-      bits: planes.
-      words: words of each plane that are kept; None for all.
-
-    Returns:
-      uint32[bits * words].
+    uint32[blocks, 32, 128] -> uint32[bits * words], the first `words` words of each plane; all with None.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> twos = jnp.full((1, 32, 128), 2, jnp.uint32)
     >>> [hex(word) for word in gx.pack_planes(twos, bits=2, words=1)]  # of bits 0, of bits 1
     ['0x0', '0xffffffff']
     """
-    planes = _pack(tuple(values >> b & 1 != 0 for b in range(bits)))
+    planes = pack_masks(*(values >> b & 1 != 0 for b in range(bits)))
     return jnp.concatenate([plane[:words] for plane in planes])
 
 
 def unpack_planes(words: Array, bits: int) -> Array:
-    """The inverse of `pack_planes`, of however many words: uint32[blocks, 32, 128].
+    """The inverse of `pack_planes`, of any number of words: uint32[blocks, 32, 128].
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> print(gx.unpack_planes(jnp.uint32([0, 1, 1, 1]), bits=2)[0, 0, :3])
     [2 3 0]
     """
-    planes, rows = _columns(words.reshape(bits, -1)), jnp.arange(WORD, dtype=jnp.uint32)[:, None]
-    return sum((((planes[b] >> rows) & 1) << b for b in range(1, bits)), (planes[0] >> rows) & 1)
+    planes = words.reshape(bits, -1)
+    return functools.reduce(lax.bitwise_or, [_unpack(planes[b]) << b for b in range(bits)])
 
 
 def count_bits(words: Array) -> Array:
@@ -192,10 +175,9 @@ def _cumsum_by_matmul(counts: Array) -> Array:
 
 
 def nth_set_bit(words: Array, rank: Array) -> Array:
-    """Position (0 to 31) of the `rank`-th set bit of each word, int32, counting from 0 at the lowest.
+    """Position (0 to 31) of the `rank`-th set bit of each word, int32, found by halving the word five times.
 
-    Found by halving the word five times. `rank` must be below the number of set bits; otherwise the result is
-    meaningless.
+    `rank` counts from 0 at the lowest and must be below the number of set bits.
     """
     position = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):
@@ -234,7 +216,5 @@ def unpack_uint(words: Array, bits: int, count: int) -> Array:
     >>> print(gx.unpack_uint(jnp.uint32([0x050301, 0x0402]), bits=8, count=5))
     [1 2 3 4 5]
     """
-    if bits == 32:  # the mask below would need 33 bits
-        return words[:count]
     shifts = jnp.arange(32 // bits, dtype=jnp.uint32) * bits
     return ((words >> shifts[:, None]) & jnp.uint32((1 << bits) - 1)).reshape(-1)[:count]

@@ -1,11 +1,9 @@
 """Buckets: leaves in arrays of 4,096-entry blocks, in which every mask word belongs to one leaf.
 
-A large leaf has blocks of its own: its entries in C order, padded with zeros. Smaller leaves share blocks. Each takes
-some columns of them, next to each other: as a matrix of 32 rows in C order, padded to whole columns. Large leaves come
-first. Padding stays zero.
+First come large leaves, each with blocks of its own: its entries in C order. Smaller leaves share blocks, each with
+neighbouring columns of them: a matrix of 32 rows in C order. Padding is zero and stays so.
 
-The mask words of a bucket are numbered block by block, so each leaf has a run of them. The last block may have unused
-words.
+Mask words are numbered block by block, so each leaf has a run of them. The last block may have unused words.
 """
 
 import dataclasses
@@ -54,7 +52,7 @@ class Segment(NamedTuple):
         return words_of(self.size)
 
     def position_of(self, entry: Array | np.ndarray) -> Array | np.ndarray:
-        """Where entries of the leaf, given by their numbers in C order, lie in the flattened bucket."""
+        """Positions in the flattened bucket of entries of the leaf, given by their numbers in C order."""
         if self.has_blocks:
             return self.word * WORD + entry
         row, column = entry // self.words, self.word + entry % self.words
@@ -67,13 +65,7 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some blocks of a bucket: those of one large leaf, or those that the small leaves share.
-
-    Attributes:
-      begin: the first block.
-      end: the block after the last.
-      segments: positions in `Bucket.segments` of the leaves.
-    """
+    """The blocks `begin` to `end` of a bucket: of one large leaf, or of all small ones, the segments numbered here."""
 
     begin: int
     end: int
@@ -82,7 +74,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Where the leaves lie in an array of shape [blocks, 32, 128].
+    """The places of some leaves in an array of shape [blocks, 32, 128].
 
     Attributes:
       segments: the leaves: first those with blocks of their own, in the tree's order, then the others.
@@ -103,7 +95,7 @@ class Bucket:
 
     @property
     def words(self) -> int:
-        """Number of mask words, unused ones at the end not counted."""
+        """Number of mask words, without unused ones at the end."""
         last = self.segments[-1]
         return last.word + last.words
 
@@ -170,7 +162,7 @@ class Bucket:
 
     def valid_words(self) -> np.ndarray:
         """The packed mask of the entries that are parameters, uint32[128 * blocks]."""
-        flags = np.zeros(self.shape[0] * LANES * WORD, bool).reshape(-1, WORD)  # by word
+        flags = np.zeros((self.size // WORD, WORD), bool)
         for s in self.segments:
             rows = (-1, WORD, LANES) if s.has_blocks else (WORD, -1)
             padded = (np.arange(s.words * WORD) < s.size).reshape(rows)
@@ -178,12 +170,16 @@ class Bucket:
         return np.packbits(flags, axis=1, bitorder="little").view(np.uint32).reshape(-1)
 
     def leaf_of_word(self) -> np.ndarray:
-        """Number of each mask word's segment, int32[128 * blocks]; unused words count as the last segment's.
+        """Number of each mask word's segment, int32[128 * blocks]; unused words count as the last segment's."""
+        return run_of_word([s.word for s in self.segments], self.size // WORD)
 
-        A NumPy constant: XLA would spend seconds on folding the computation of it.
-        """
-        starts = [s.word for s in self.segments] + [self.shape[0] * LANES]
-        return np.repeat(np.arange(len(self.segments), dtype=np.int32), np.diff(starts))
+
+def run_of_word(begins: list[int], words: int) -> np.ndarray:
+    """The number of the run of each word, int32[words], from the first word of each run.
+
+    A NumPy constant: XLA would spend seconds on folding the computation of it.
+    """
+    return np.repeat(np.arange(len(begins), dtype=np.int32), np.diff([*begins, words]))
 
 
 def bucket_of(parts: list[tuple[int, int, int]], shapes: list[tuple[int, ...]]) -> Bucket:

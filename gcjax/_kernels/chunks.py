@@ -16,16 +16,17 @@ from jax import lax
 from gcjax._jax_compat import zeros
 from gcjax._kernels.buckets import Bucket, Segment
 from gcjax._types import Array
+from gcjax._xla import larger
 
 RUN = 16  # neighbours whose largest is found first; one search of the whole chunk takes three times as long
 
 
 class Chunks(NamedTuple):
-    """How a segment is divided into chunks.
+    """A segment as chunks.
 
     Attributes:
       segment: the segment.
-      shape: (rows, columns) of the matrix that it is divided as.
+      shape: (rows, columns) of the segment as a matrix.
       grid: number of chunks (down, across).
       chunk: (rows, columns) of one chunk.
     """
@@ -73,12 +74,7 @@ class Chunks(NamedTuple):
 
 
 class ChunkGroup(NamedTuple):
-    """The leaves of a bucket whose chunks have the same number of entries.
-
-    Attributes:
-      size: entries of a chunk.
-      leaves: how they are divided, in the order of `Bucket.segments`.
-    """
+    """The leaves of a bucket, in its order, whose chunks have the same number `size` of entries."""
 
     size: int
     leaves: list[Chunks]
@@ -94,7 +90,7 @@ class ChunkGroup(NamedTuple):
         return self.number, self.size
 
     def by_leaf(self, x: Array) -> list[Array]:
-        """What lies in x for each leaf. The leading axis of x has equal parts for all chunks."""
+        """The part of x of each leaf. The leading axis of x has equal parts for all chunks."""
         each = len(x) // self.number
         return jnp.split(x, np.cumsum([leaf.number * each for leaf in self.leaves])[:-1])
 
@@ -109,12 +105,7 @@ Sent = Sequence[tuple[Array | None, Array]]
 
 
 def chunk_groups(bucket: Bucket, chunk: int) -> list[ChunkGroup]:
-    """The groups of a bucket, smallest chunks first.
-
-    Args:
-      bucket: where the leaves lie.
-      chunk: largest length of a chunk along an axis.
-    """
+    """The groups of a bucket, smallest chunks first; `chunk` is the largest length of a chunk along an axis."""
     by_size: dict[int, list[Chunks]] = {}
     for s in bucket.segments:
         if len(s.shape) > 1:
@@ -128,13 +119,13 @@ def chunk_groups(bucket: Bucket, chunk: int) -> list[ChunkGroup]:
 
 
 def into_groups(leaves: Sequence[Array], bucket: Bucket, chunk: int, divide: ByLeaf) -> list[Array]:
-    """What `divide` makes of each leaf, joined for each of `chunk_groups`."""
+    """divide(chunks, leaf) of each leaf, concatenated for each of `chunk_groups`."""
     of = dict(zip(bucket.segments, leaves, strict=True))
     return [jnp.concatenate([divide(c, of[c.segment]) for c in g.leaves]) for g in chunk_groups(bucket, chunk)]
 
 
 def from_groups(parts: Sequence[Array], bucket: Bucket, chunk: int, unite: ByLeaf) -> tuple[Array, ...]:
-    """The bucket's leaves, which `unite` makes of their share of the groups' parts: the inverse of `into_groups`."""
+    """The inverse of `into_groups`: unite(chunks, part) is a leaf, from its part of its group's array."""
     of: dict[Segment, Array] = {}
     for x, group in zip(parts, chunk_groups(bucket, chunk), strict=True):
         of |= {leaf.segment: unite(leaf, part) for leaf, part in zip(group.leaves, group.by_leaf(x), strict=True)}
@@ -142,7 +133,7 @@ def from_groups(parts: Sequence[Array], bucket: Bucket, chunk: int, unite: ByLea
 
 
 def add_sent(sums: Sequence[Array], sent: Sent) -> list[Array]:
-    """The sums with what one worker sent of each."""
+    """The sums, with the values that one worker sent added."""
     return [
         x + value if place is None else x.at[place].add(value, unique_indices=True)
         for x, (place, value) in zip(sums, sent, strict=True)
@@ -150,13 +141,9 @@ def add_sent(sums: Sequence[Array], sent: Sent) -> list[Array]:
 
 
 def sum_sent(payloads: Array, decode: Callable[[Array], Sent], sizes: Sequence[int], go: Array) -> list[Array]:
-    """What all workers sent, added in the order of their numbers: float32[size] for each size; NaN unless `go`.
+    """Sums over all workers in the order of their numbers: float32[size] for each size; NaN unless `go`.
 
-    Args:
-      payloads: of the workers, [workers, words].
-      decode: a worker's payload -> what it sent of each sum.
-      sizes: of the sums.
-      go: bool.
+    payloads: [workers, words]; decode: one worker's payload -> its values and places for each sum.
     """
 
     def add(worker, sums):
@@ -176,8 +163,7 @@ def largest_of_rows(magnitudes: Array, k: int) -> Array:
     if size // run <= k:
         return lax.top_k(magnitudes, min(k, size))[1]
     split = magnitudes.reshape(rows, -1, run)
-    # Not jnp.max: XLA's CPU backend passes it to a library and has to write its operand to memory first.
-    peaks = lax.reduce(split, jnp.float32(-1), lambda a, b: jnp.where(a > b, a, b), (2,))
+    peaks = lax.reduce(split, jnp.float32(-1), larger, (2,))
     runs = lax.top_k(peaks, k)[1]
     inside = jnp.take_along_axis(split, runs[:, :, None], axis=1).reshape(rows, -1)
     found = lax.top_k(inside, k)[1]

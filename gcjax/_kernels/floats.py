@@ -11,7 +11,6 @@ TINY = float(jnp.finfo(jnp.float32).tiny)  # the smallest normal number; XLA flu
 
 _SIGN = 1 << 31
 _MANTISSA = 23
-_HALF = 1 << (_MANTISSA - 1)
 
 
 def float_bits(x: Array) -> Array:
@@ -51,14 +50,14 @@ def exponent(bits: Array) -> Array:
 
 def nearest_exponent(x: Array) -> Array:
     """Biased exponent of the power of two nearest to |x| (the mid-point 1.5 * 2**k goes up), int32."""
-    return exponent(magnitude_bits(x) + jnp.uint32(_HALF))
+    return exponent(magnitude_bits(x) + jnp.uint32(1 << (_MANTISSA - 1)))
 
 
 def rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """`x` rounded to what `dtype` can hold, in its own dtype.
 
-    XLA may leave out a conversion to a narrower dtype and back (xla_allow_excess_precision): what the rounding takes
-    away would then be lost. It never leaves out a reduction of precision.
+    XLA may leave out a conversion to a narrower dtype and back (xla_allow_excess_precision), but never a reduction of
+    precision.
 
     >>> import jax.numpy as jnp
     >>> print(rounded(jnp.float32(1.001), jnp.bfloat16))

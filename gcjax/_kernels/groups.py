@@ -1,7 +1,7 @@
 """Sums and maxima over groups of entries: whole leaves, or blocks within them.
 
-A group is a run of whole mask words (32 entries each) of one leaf. A reduction takes one pass to per-word values and
-goes on with these. The padding between leaves is zero and adds nothing. The order of summation is fixed.
+A group is a run of mask words (32 entries each) of one leaf. A reduction makes a value of each word in one pass and
+goes on with these, in a fixed order. The padding between leaves is zero and adds nothing.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 
 from gcjax._kernels.bits import LANES, WORD, count_bits, reduce_rows
-from gcjax._kernels.buckets import Bucket
+from gcjax._kernels.buckets import Bucket, run_of_word
 from gcjax._kernels.floats import FLOAT_MAX, to_unit
 from gcjax._types import Array
+from gcjax._xla import larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Groups:
 
     def group_of_word(self) -> np.ndarray:
         """The group of each word, int32[words]; words after the last group belong to it."""
-        ends = [begin for begin, _ in self.ranges[1:]] + [self.words]
-        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff([0, *ends]))
+        return run_of_word([begin for begin, _ in self.ranges], self.words)
 
     def counts(self) -> Array:
         """Parameters in each group, float32[groups]."""
@@ -56,7 +56,7 @@ class Groups:
 
     def maxima(self, *xs: Array) -> list[Array]:
         """Maxima over each group, like `sums`; the entries must not be negative."""
-        return [self.reduce_words(per_word, jnp.max) for per_word in reduce_rows(*((_larger, x) for x in xs))]
+        return [self.reduce_words(per_word, jnp.max) for per_word in reduce_rows(*((larger, x) for x in xs))]
 
     def norms(self, x: Array, largest: Array) -> Array:
         """2-norms, float32[groups]. `largest`, the groups' largest magnitudes, keeps squares in float32's range."""
@@ -93,10 +93,6 @@ def _sum(x: Array, axis: int = -1) -> Array:
     return jnp.sum(partial, axis=axis)
 
 
-def _larger(x: Array, y: Array) -> Array:
-    return jnp.where(x > y, x, y)  # lax.max, which looks for NaN, takes longer on CPU
-
-
 def leaf_groups(bucket: Bucket) -> Groups:
     """One group per leaf, or per part of a leaf that is split between buckets.
 
@@ -105,7 +101,7 @@ def leaf_groups(bucket: Bucket) -> Groups:
     >>> gx.leaf_groups(bucket).sizes
     (6, 4)
     """
-    return Groups(tuple(bucket.leaf_word_ranges()), tuple(s.size for s in bucket.segments), _all_words(bucket))
+    return Groups(tuple(bucket.leaf_word_ranges()), tuple(s.size for s in bucket.segments), bucket.size // WORD)
 
 
 def whole_group(bucket: Bucket) -> Groups:
@@ -116,7 +112,7 @@ def whole_group(bucket: Bucket) -> Groups:
     >>> gx.whole_group(bucket).sizes
     (10,)
     """
-    words = _all_words(bucket)
+    words = bucket.size // WORD
     return Groups(((0, words),), (bucket.entries,), words)
 
 
@@ -135,8 +131,4 @@ def block_groups(bucket: Bucket, block: int) -> Groups:
         for first in range(begin, end, width)
     )
     before = np.concatenate([[0], np.cumsum(np.bitwise_count(bucket.valid_words()), dtype=np.int64)])
-    return Groups(ranges, tuple(int(before[end] - before[begin]) for begin, end in ranges), _all_words(bucket))
-
-
-def _all_words(bucket: Bucket) -> int:
-    return bucket.size // WORD
+    return Groups(ranges, tuple(int(before[end] - before[begin]) for begin, end in ranges), bucket.size // WORD)

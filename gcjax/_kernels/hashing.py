@@ -1,8 +1,8 @@
 """Random bits by hashing positions: for random numbers of gradient length, and for the hash functions of sketches.
 
-A stream is given by a `jax.random` key, of which two words are taken; its bits at position i are a mixing hash of i and
-these words. On CPU `jax.random.bits` of gradient length took seven times as long as adding two arrays; this takes no
-longer than the pass that uses it. The mixer is Chris Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
+The bits of a `jax.random` key at position i are a mixing hash of i and of two words of the key. On CPU
+`jax.random.bits` of gradient length took seven times as long as adding two arrays; this takes no longer than the pass
+that uses it. The mixer is Chris Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/).
 """
 
 import jax
@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from gcjax._kernels.buckets import Bucket
 from gcjax._types import Array, ArrayLike
-
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 def step_key(key: Array, step: Array, bucket: Bucket, rank: Array | None = None) -> Array:
@@ -30,25 +28,15 @@ def step_key(key: Array, step: Array, bucket: Bucket, rank: Array | None = None)
 
 
 def hash_bits(key: Array, position: Array) -> Array:
-    """uint32 random bits of the shape of `position` (non-negative integers), one for each.
+    """uint32 random bits of the shape of `position` (non-negative integers).
 
     >>> import jax, jax.numpy as jnp, gcjax.extend as gx
     >>> bits = gx.hash_bits(jax.random.key(0), jnp.arange(1000))
     >>> print(bits.dtype, bits.shape)
     uint32 (1000,)
     """
-    return hash_words(seed_words(key), position)
-
-
-def seed_words(key: Array) -> Array:
-    """uint32[2], the two words that stand for a key in `hash_words`; short enough to be sent."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def hash_words(words: Array, position: Array) -> Array:
-    """`hash_bits` from the two words of a key."""
-    offset, mask = words
-    return _mix(_mix(position.astype(jnp.uint32) + offset) ^ mask)
+    offset, mask = jax.random.bits(key, (2,), jnp.uint32)
+    return _mix(quick_bits(offset, position) ^ mask)
 
 
 def quick_bits(offset: Array, position: Array) -> Array:
@@ -57,8 +45,8 @@ def quick_bits(offset: Array, position: Array) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(_MULTIPLIERS[0])
-    x = (x ^ (x >> 15)) * jnp.uint32(_MULTIPLIERS[1])
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
@@ -76,7 +64,7 @@ def uniform(key: Array, position: Array) -> Array:
 def scatter_positions(size: int, count: int, step: ArrayLike) -> Array:
     """int32[count] positions below `size`, one at a hashed place in each of `count` equal stretches; all if they fit.
 
-    They depend on `step` (int32) alone. They are not meant to be independent, only to miss any period of the data.
+    They depend on `step` (int32) alone. They are not independent, but miss any period of the data.
     """
     if size <= count:
         return jnp.minimum(jnp.arange(count, dtype=jnp.int32), max(size - 1, 0))

@@ -17,22 +17,13 @@ from gcjax._kernels.bits import BLOCK, WORD
 from gcjax._kernels.buckets import Bucket, Segment, bucket_of, concatenated, has_own_blocks, words_of
 from gcjax._types import Array, PyTree
 
-MAX_BUCKET = 1 << 28  # what a 28-bit index can name
-
-# Entries of a bucket at most. Tests set it lower, to see models split into several buckets.
-bucket_limit: ContextVar[int] = ContextVar("bucket_limit", default=MAX_BUCKET)
+# Entries of a bucket at most: as many as an index of 28 bits can name. Tests set it lower, to split small models.
+bucket_limit: ContextVar[int] = ContextVar("bucket_limit", default=1 << 28)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the leaves of one pytree lie in buckets. Made from shapes alone, it is the same for every worker.
-
-    Attributes:
-      treedef: structure of the pytree.
-      shapes: shape of each leaf.
-      dtypes: dtype of each leaf.
-      buckets: the buckets.
-    """
+    """A pytree as buckets: structure, shape and dtype of each leaf, and the buckets. It is equal on all workers."""
 
     treedef: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
@@ -67,45 +58,36 @@ def layout_of(tree: PyTree) -> Layout:
     shapes, dtypes = [], []
     for path, leaf in leaves:
         check_is_array(path, leaf)
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"leaf {path_name(path)} has dtype {dtype}; gradients must be of a "
                 "real floating-point dtype. Keep integer and complex leaves out of the compressor with optax.partition."
             )
-        shapes.append(shape)
+        shapes.append(jnp.shape(leaf))
         dtypes.append(dtype)
     return Layout(treedef, tuple(shapes), tuple(dtypes), _fill(shapes, bucket_limit.get()))
 
 
 def _fill(shapes: list[tuple[int, ...]], max_bucket: int) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    parts: list[tuple[int, int, int]] = []  # leaf, begin, size
     most = room = max_bucket // WORD  # words
-
-    def close():
-        nonlocal parts, room
-        if parts:
-            buckets.append(bucket_of(parts, shapes))
-        parts, room = [], most
-
+    filled: list[list[tuple[int, int, int]]] = [[]]  # of each bucket: leaf, begin, size
     for leaf, shape in enumerate(shapes):
         begin, size = 0, math.prod(shape)
-        if room < words_of(size) <= most:
-            close()
+        whole = words_of(size) <= most
         while begin < size:
             take = size - begin
             if words_of(take) > room:
-                take = min(take, room * WORD)
+                take = 0 if whole else min(take, room * WORD)
                 take = take // BLOCK * BLOCK if has_own_blocks(take) else take
-            if take == 0:
-                close()
-                continue
-            parts.append((leaf, begin, take))
-            room -= words_of(take)
-            begin += take
-    close()
-    return tuple(buckets)
+            if take:
+                filled[-1].append((leaf, begin, take))
+                room -= words_of(take)
+                begin += take
+            else:
+                filled.append([])
+                room = most
+    return tuple(bucket_of(parts, shapes) for parts in filled if parts)
 
 
 def flatten(layout: Layout, tree: PyTree) -> list[tuple[Array, ...]]:
@@ -121,8 +103,8 @@ def _segment(leaf: Array, s: Segment) -> Array:
 def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]], *, keep_infinities: bool = False) -> PyTree:
     """The inverse of `flatten`: a pytree with the leaves' own shapes and dtypes.
 
-    What lies beyond the range of a float16 or float8 leaf becomes the largest number of it, unless it is infinite and
-    `keep_infinities`; `count_beyond_range` counts these entries.
+    An entry beyond the range of its float16 or float8 leaf becomes the largest number of that dtype, except infinity
+    under `keep_infinities`; `count_beyond_range` counts such entries.
     """
     pieces: list[list[Array]] = [[] for _ in layout.shapes]
     for bucket, arrays in zip(layout.buckets, buckets, strict=True):

@@ -14,12 +14,7 @@ from gcjax._types import Array
 
 
 class Batch(NamedTuple):
-    """Leaves that are matrices of the same shape.
-
-    Attributes:
-      rows, columns: the shape.
-      segments: where the leaves lie.
-    """
+    """The leaves that are matrices of `rows` and `columns`."""
 
     rows: int
     columns: int
@@ -31,13 +26,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The leaves of a bucket that are treated as matrices, and the others.
-
-    Attributes:
-      bucket: where the leaves lie.
-      batches: the matrices, those of one shape together.
-      others: the other leaves.
-    """
+    """The leaves of a bucket: matrices, those of one shape together, and others."""
 
     bucket: Bucket
     batches: tuple[Batch, ...]
@@ -46,9 +35,7 @@ class Matrices:
     def take(self, leaves: Sequence[Array]) -> tuple[list[Array], Array]:
         """The bucket's leaves -> float32[b, rows, columns] for each batch of b matrices; the others, concatenated."""
         of = dict(zip(self.bucket.segments, leaves, strict=True))
-        matrices = [
-            jnp.stack([of[s].reshape(batch.rows, batch.columns) for s in batch.segments]) for batch in self.batches
-        ]
+        matrices = [jnp.stack([of[s].reshape(b.rows, b.columns) for s in b.segments]) for b in self.batches]
         return matrices, jnp.concatenate([jnp.zeros(0), *(of[s].reshape(-1) for s in self.others)])
 
     def leaves(self, matrices: Sequence[Array], others: Array) -> tuple[Array, ...]:

@@ -1,17 +1,23 @@
-"""`value_and_moments`: its documentation, and what comes back."""
+"""`value_and_moments`, and the three ways to the moments of a chunk of groups of samples.
+
+`vmap(grad)` is exact for every loss that JAX can vmap, but slow on CPU: XLA turns per-sample weight gradients into
+batched products and grouped convolutions. "scan" needs no vmap.
+"""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
-from gcjax._moments.aux import Traced, whole_batch_aux
-from gcjax._moments.compute import compute_moments
+from gcjax._moments.aux import aux_of_batch
 from gcjax._moments.problem import MAX_BYTES, Options, Problem, make_problem
-from gcjax._types import PyTree
+from gcjax._moments.program import live_equations, run
+from gcjax._moments.rules.node import Key, Sums, accumulator_dtype, stacked_moments, widened
+from gcjax._moments.sink_search import SinkSearch, search_sinks
+from gcjax._types import Array, PyTree
 
 
 class Moments(NamedTuple):
@@ -37,74 +43,29 @@ def value_and_moments(
     method: str = "auto",
     max_bytes: int = MAX_BYTES,
 ) -> Callable[[PyTree, PyTree], tuple[Any, Moments]]:
-    """Like `jax.value_and_grad`, but also returns the sum of squared per-sample gradients.
+    """Like `jax.value_and_grad`, and also the sum of squared per-sample gradients, exactly, in one backward pass.
 
-    For a batch B and the loss `f_z` of sample z, one backward pass gives
-
-        grad             = sum_z grad f_z / |B|
-        sum_grad_squared = sum_z (grad f_z / |B|)^2      elementwise
-
-    exactly, in 0.6 to 1.5 times the time of the gradient alone where it was measured (bench/results). Dense,
-    convolution and embedding weights need no array of batch x parameters, even if they are tied, scanned, recurrent or
-    checkpointed. Other parameters may cost more time and memory; `explain_moments` shows which. Both results are local
-    to the worker: inside `shard_map` nothing is summed over the mesh. Call the result under `jax.jit`; otherwise every
-    call traces it again.
-
-    Source: Tsuzuku, Imachi, Akiba, "Variance-based gradient compression for efficient distributed deep learning", 2018
-    (arXiv 1802.06058), for the quantity; Dangel, Kunstner, Hennig, "BackPACK: packing more into backprop", 2020 (arXiv
-    1912.10985), for the dense layer's `S = (x^2)^T (dy^2)`.
-
-    The loss must be the mean (or sum) over samples of one sample's loss, and accept a batch of one sample. Cases:
-
-    - Weights and masks: a weighted mean divides by a sum over the batch, which couples the samples. Either divide
-      outside (`w / w.sum()`) and use `reduction="sum"`, or divide by `jax.lax.psum(w.sum(), sample_axis)`. A sample's
-      share is then `w_z grad l_z / sum(w)`; a sample of weight 0 (padding) adds nothing to either result.
-    - BatchNorm: set a `sample_axis` and pass its name to the layer (`gcjax.flax.sync_batchnorm`). A sample's share is
-      then the gradient of the batch loss, through the batch statistics, with respect to the sample's own use of the
-      weights.
-    - Dropout: a key with in_axes None draws the same mask for every sample. For different masks, pass one key per
-      sample as a leaf of the batch, or fold `jax.lax.axis_index(sample_axis)` into the key.
-    - Loss scaling (float16): a factor s on the loss multiplies grad by s and sum_grad_squared by s^2.
-
-    `check_moments` compares with plain autodiff and detects coupled samples. Call it once for each new model.
+    docs/squares.md has formulas, costs and the losses that are allowed: means or sums over independent samples.
+    `check_moments` checks a loss. Source: arXiv 1802.06058, and BackPACK (1912.10985) for dense layers.
 
     Args:
-      loss_fn: `(params, batch) -> loss`, or `(loss, aux)` with has_aux. The loss is a real floating scalar.
-      has_aux: whether loss_fn returns auxiliary output. It comes back in the shapes that loss_fn gives for the whole
-        batch. Leaves with a batch axis are concatenated. Other floating leaves are averaged over samples; where all
-        samples agree (synced running statistics) the value is returned bit for bit. Other integers and booleans must
-        not depend on the samples, and are those that loss_fn gives for the whole batch.
+      loss_fn: `(params, batch) -> loss`, a real floating scalar, or `(loss, aux)` with has_aux. It accepts one sample.
+      has_aux: whether loss_fn returns aux. It comes back in the shapes for the whole batch: see docs/squares.md.
       in_axes: prefix of the batch's tree: 0 for leaves split over samples, None for shared ones (model state, keys).
-      sample_axis: name of an axis over the samples, bound while loss_fn runs, for BatchNorm and `axis_index`. The whole
-        batch is then one chunk, whatever max_bytes is.
-      microbatches: None, or a number k of groups that take the place of samples, for losses that need several samples:
-        the squares are those of k means over |B| / k samples. Approximate, and no faster for convolutions and
-        sequences. On a part-trained MLP with groups of 2, 4, 8, 16 samples, the decision `grad^2 > 2 sum_grad_squared`
-        had a precision of .93, .86, .76, .61 against the exact one, and the squares had a median error of 7 %, 16 %,
-        29 %, 47 %.
-      reduction: "mean" or "sum": how loss_fn combines its samples. With "sum", grad is the gradient of the sum and
-        sum_grad_squared is `sum_z (grad f_z)^2`.
-      method: "auto" makes the sums at the sinks and splits the batch into chunks if leaves without a sink would exceed
-        max_bytes; "sinks" is the same without chunks; "vmap" stacks per-sample gradients in chunks; "scan" takes one
-        sample at a time, without `jax.vmap`: often best for large sequence models, and the only one for operations that
-        JAX cannot vmap, such as `jax.lax.ragged_dot`.
-      max_bytes: memory that stacked per-sample gradients may take.
+      sample_axis: name of an axis over samples, bound while loss_fn runs, for BatchNorm. Then the batch is one chunk.
+      microbatches: None, or a number of groups that take the place of samples: an approximation, and no faster.
+      reduction: "mean", or "sum" for `sum_z grad f_z` and `sum_z (grad f_z)^2`.
+      method: "auto"; "sinks" without chunks; "vmap" stacks per-sample gradients; "scan" takes one sample at a time.
+      max_bytes: memory that stacked per-sample gradients may take, under "auto" and "vmap".
 
     Returns:
-      `fn(params, batch) -> (value, Moments)`, or `((value, aux), Moments)`. All split leaves of the batch have the same
-      leading size. A NaN in a sample gives NaN moments. Of a batch whose samples are sharded over explicit mesh axes,
-      value and aux come back replicated over them.
+      `fn(params, batch) -> (value, Moments)`, or `((value, aux), Moments)`. Call it under `jax.jit`.
 
     Raises:
-      ValueError: a bad option; from `fn`, a bad argument.
-      TypeError: an option, or from `fn` an argument, of a wrong type; from `fn`, an integer or boolean leaf of aux that
-        depends on the samples and has no batch axis, such as a count of right answers.
+      ValueError, TypeError: also from `fn`; a bad option, argument or loss, or aux that has no value for the batch.
 
-    Example:
-      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
-      >>> value, moments = value_and_moments(loss)(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]]))
-      >>> moments.grad, moments.sum_grad_squared
-      (Array([1., 4.], dtype=float32), Array([ 1., 16.], dtype=float32))
+    >>> value_and_moments(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]]))[1]
+    Moments(grad=Array([1., 4.], dtype=float32), sum_grad_squared=Array([ 1., 16.], dtype=float32))
     """
     options = Options(loss_fn, has_aux, in_axes, sample_axis, microbatches, reduction, method, max_bytes)
 
@@ -113,7 +74,7 @@ def value_and_moments(
         (grad, squares), (values, aux) = compute_moments(problem)
         grad = jax.tree.map(lambda g, p: g.astype(p.dtype), grad, problem.params)
         value = (jnp.mean if reduction == "mean" else jnp.sum)(values, axis=0)
-        return ((value, _aux_of_batch(problem, aux)) if has_aux else value), (grad, squares)
+        return ((value, aux_of_batch(problem, aux)) if has_aux else value), (grad, squares)
 
     if sample_axis is not None:
         compute = functools.partial(_jax_compat.without_mesh_types, compute)
@@ -125,17 +86,113 @@ def value_and_moments(
     return moments
 
 
-def _aux_of_batch(problem: Problem, stacked: PyTree) -> PyTree:
-    """Aux of the batch from that of its groups, stacked."""
+# ((sum of the gradients, sum of their squares), (value, aux) of every group, stacked). The sums are pytrees like
+# params, in `accumulator_dtype`.
+Result = tuple[tuple[PyTree, PyTree], PyTree]
 
-    def aux_of(params, mapped, shared):
-        return problem.loss(params, mapped, shared)[1]
 
-    whole = [a.reshape(-1, *a.shape[2:]) for a in problem.mapped]
-    axis = problem.options.sample_axis
-    traced = Traced(aux_of, problem.params, whole, problem.shared, axis=axis)
+class ChosenMethod(NamedTuple):
+    """The way to the moments of a problem.
 
-    def values():
-        return traced.values() if axis is None else jax.tree.map(lambda a: a[0], stacked)
+    Attributes:
+      moments: from the mapped leaves of some groups to their `Result`.
+      chunk: number of groups to pass to `moments` at a time.
+      search: the sinks; None under the methods "vmap" and "scan".
+    """
 
-    return whole_batch_aux(stacked, traced.shapes, traced.depends_on((False, True, False)), values)
+    moments: Callable[[list[Array]], Result]
+    chunk: int
+    search: SinkSearch | None
+
+
+def choose_method(problem: Problem) -> ChosenMethod:
+    """The method that the options ask for, with chunks as large as they allow."""
+    method = problem.options.method
+    if method in ("auto", "sinks"):
+        search = search_sinks(problem)
+        chunk = _groups_that_fit(problem, search.stacked_bytes) if method == "auto" else problem.groups
+        return ChosenMethod(functools.partial(_sink_moments, problem, search), chunk, search)
+    if method == "scan":
+        return ChosenMethod(functools.partial(_one_group_moments, problem), 1, None)
+    leaves = jax.tree.leaves(problem.params)
+    gradient_bytes = sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in leaves)
+    return ChosenMethod(functools.partial(_vmap_moments, problem), _groups_that_fit(problem, gradient_bytes), None)
+
+
+def _groups_that_fit(problem: Problem, bytes_per_group: int) -> int:
+    """The groups that fit into max_bytes. With a sample axis all of them, because they must see each other."""
+    if problem.options.sample_axis is not None:
+        return problem.groups
+    return max(1, min(problem.groups, problem.options.max_bytes // max(1, bytes_per_group)))
+
+
+def _vmap_moments(problem: Problem, mapped: list[Array]) -> Result:
+    """Moments from gradients that vmap stacks."""
+    batched = jax.vmap(problem.gradient, in_axes=(None, 0, None), axis_name=problem.options.sample_axis)
+    return _stacked(*batched(problem.params, mapped, problem.shared))
+
+
+def _one_group_moments(problem: Problem, mapped: list[Array]) -> Result:
+    """Moments of one group, without vmap."""
+    found = problem.gradient(problem.params, [a[0] for a in mapped], problem.shared)
+    return _stacked(*jax.tree.map(lambda x: jnp.asarray(x)[None], found))
+
+
+def _stacked(grads: PyTree, outputs: PyTree) -> Result:
+    leaves, tree = jax.tree.flatten(grads)
+    return _transposed(tree, [stacked_moments(leaf) for leaf in leaves]), outputs
+
+
+def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> Result:
+    """Moments made at the sinks: what lies before them runs under vmap."""
+    program = search.program
+    jaxpr = program.jaxpr
+    needs = [key for node in search.nodes for key in node.needs]
+    equations, _ = live_equations(jaxpr, [*program.outputs, *needs])
+
+    def one_group(params, mapped, shared, dummy):
+        env: dict[Key, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env.update(zip(jaxpr.invars, [*params, *mapped, *shared], strict=True))
+        read = run(equations, env, dummy)
+        moments = [node.moments_under_vmap(read, dummy) for node in search.nodes]
+        return [read(var) for var in program.outputs], moments
+
+    over_groups = jax.vmap(
+        one_group, in_axes=(None, 0, None, 0), out_axes=(0, None), axis_name=problem.options.sample_axis
+    )
+    leaves, tree = jax.tree.flatten(problem.params)
+    dummy = jnp.zeros(mapped[0].shape[0])
+    outputs, pairs = over_groups(leaves, mapped, problem.shared, dummy)
+    pairs = [(widened(total), widened(squares)) for total, squares in pairs]
+    return _transposed(tree, pairs), jax.tree.unflatten(program.outputs_tree, outputs)
+
+
+def _transposed(tree: jax.tree_util.PyTreeDef, pairs: Sequence[Sums]) -> tuple[PyTree, PyTree]:
+    """From the sums of each leaf to a tree of sums and a tree of sums of squares."""
+    totals, squares = ([pair[i] for pair in pairs] for i in (0, 1))
+    return jax.tree.unflatten(tree, totals), jax.tree.unflatten(tree, squares)
+
+
+def compute_moments(problem: Problem) -> Result:
+    """Moments of all groups: chunk by chunk, sums added and outputs concatenated."""
+    moments, chunk, _ = choose_method(problem)
+    whole, rest = divmod(problem.groups, chunk)
+    if whole == 1 and not rest:
+        return moments(problem.mapped)
+    head = [a[: whole * chunk].reshape(whole, chunk, *a.shape[1:]) for a in problem.mapped]
+
+    def step(total, mapped):
+        sums, outputs = moments(mapped)
+        return jax.tree.map(jnp.add, total, sums), outputs
+
+    def start(leaf):
+        return _jax_compat.vary_like(jnp.zeros_like(leaf, accumulator_dtype(leaf.dtype)), leaf)
+
+    zeros = jax.tree.map(start, problem.params)
+    total, outputs = jax.lax.scan(step, (zeros, zeros), head)
+    outputs = jax.tree.map(lambda a: a.reshape(whole * chunk, *a.shape[2:]), outputs)
+    if rest:
+        sums, last = moments([a[whole * chunk :] for a in problem.mapped])
+        total = jax.tree.map(jnp.add, total, sums)
+        outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, last)
+    return total, outputs

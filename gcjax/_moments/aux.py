@@ -1,26 +1,40 @@
 """Auxiliary output of a loss: that of a batch, from that of its parts."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from gcjax._jax_compat import scan_parts
 from gcjax._kernels.layout import path_name
-from gcjax._moments.jaxprs import depends
+from gcjax._moments.jaxprs import Atom, Jaxpr, JaxprEqn, Literal, bodies
+from gcjax._moments.problem import Problem
 from gcjax._moments.program import inline
 from gcjax._types import Array, PyTree
 
+EQUAL_OVER_AXIS = ("psum", "pmax", "pmin", "all_gather")  # collectives whose results all samples share
+
+
+def aux_of_batch(problem: Problem, stacked: PyTree) -> PyTree:
+    """Aux of the batch from that of its groups, stacked."""
+
+    def aux_of(params, mapped, shared):
+        return problem.loss(params, mapped, shared)[1]
+
+    whole = [a.reshape(-1, *a.shape[2:]) for a in problem.mapped]
+    axis = problem.options.sample_axis
+    traced = Traced(aux_of, problem.params, whole, problem.shared, axis=axis)
+
+    def values():
+        return traced.values() if axis is None else jax.tree.map(lambda a: a[0], stacked)
+
+    return whole_batch_aux(stacked, traced.shapes, traced.depends_on((False, True, False)), values)
+
 
 class Traced:
-    """A function of the whole batch, traced and not run.
+    """A function of the whole batch, traced and not run; `shapes` are those of its results.
 
-    Args:
-      fn: the function.
-      args: its arguments, pytrees of arrays.
-      axis: name of the axis over the samples, or None. It is bound with size 1.
-
-    Attributes:
-      shapes: of the results.
+    `axis`, the name of the axis over the samples or None, is bound with size 1.
     """
 
     def __init__(self, fn: Callable[..., PyTree], *args: PyTree, axis: Hashable = None) -> None:
@@ -35,9 +49,48 @@ class Traced:
         return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
 
     def values(self) -> PyTree:
-        """The results, of which only few may be used: under `jax.jit`, what only the others need does not run."""
+        """The results. Under `jax.jit` only those run that are used."""
         found = inline(self._closed, jax.tree.leaves(self._args), keep_effects=False)
         return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
+
+
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool], axis: Hashable = None) -> list[bool]:
+    """For each result of an open jaxpr, whether it depends on an input that `inputs` marks True.
+
+    `axis` is the name of the axis over the samples, or None. A sum over it depends on no sample more than on another.
+    """
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+
+    def is_marked(atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in marked
+
+    for eqn in jaxpr.eqns:
+        marks = _depend(eqn, [is_marked(atom) for atom in eqn.invars], axis)
+        marked.update(var for var, mark in zip(eqn.outvars, marks, strict=True) if mark)
+    return [is_marked(atom) for atom in jaxpr.outvars]
+
+
+def _depend(eqn: JaxprEqn, marks: Sequence[bool], axis: Hashable) -> Sequence[bool]:
+    """`depends` for the results of an equation."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    if axis is not None and eqn.effects and axis in (named if isinstance(named, tuple) else (named,)):
+        return [name not in EQUAL_OVER_AXIS] * count
+    if name == "scan":
+        consts, carries, xs = scan_parts(eqn, marks)
+        while True:
+            found = depends(eqn.params["jaxpr"].jaxpr, [*consts, *carries, *xs], axis)
+            new = [old or mark for old, mark in zip(carries, found[: len(carries)], strict=True)]
+            if new == carries:
+                return [*carries, *found[len(carries) :]]
+            carries = new
+    if name == "cond":
+        branches = [depends(branch.jaxpr, marks[1:], axis) for branch in eqn.params["branches"]]
+        return [marks[0] or any(of_result) for of_result in zip(*branches, strict=True)]
+    inner = bodies(eqn)
+    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(marks), count):
+        return depends(inner[0], marks, axis)
+    return [any(marks)] * count
 
 
 def check_samples_lead(of_part: tuple[int, ...], of_batch: tuple[int, ...]) -> None:
@@ -55,11 +108,8 @@ def whole_batch_aux(stacked: PyTree, shapes: PyTree, depend: PyTree, values: Cal
     Args:
       stacked: aux of all parts, each leaf `[parts, ...]`.
       shapes: those of aux for the whole batch.
-      depend: for each leaf, whether it depends on the samples.
-      values: to leaves of aux for the whole batch, right where they do not depend on the samples.
-
-    Raises:
-      TypeError: a leaf without an axis of samples depends on them, and has no mean.
+      depend: for each leaf, whether it depends on the samples; then TypeError if it has no mean and no axis of them.
+      values: returns aux for the whole batch, right where it does not depend on the samples.
     """
     shared: list[Array] = []
 

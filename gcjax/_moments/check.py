@@ -33,20 +33,11 @@ UNSTEADY = 1 / 3  # relative change of the gradient by rounding errors from whic
 def check_moments(
     loss_fn: Callable[[PyTree, PyTree], Any], has_aux: bool = False, **keywords: Any
 ) -> Callable[..., None]:
-    """Build a function that compares `value_and_moments` with plain `jax.value_and_grad` of the whole batch.
+    """Build a function that compares `value_and_moments` with plain autodiff, of the batch and of single samples.
 
     A loss that couples its samples (BatchNorm without an axis name, a mean over unmasked entries) gives a wrong
-    gradient without any other sign. Gradient and squares are also compared with those of `jax.grad`, one sample at a
-    time, or all at once under `jax.vmap` with a `sample_axis`. Call this once, outside jit, before training, with a
-    small batch.
-
-    How far correct results may lie apart follows from the coarsest floating-point dtype in which the loss or its
-    gradient computes. With 16 bits a factor of 1.02 on the gradient or the squares of a kernel is still found: rounding
-    errors average out over its entries. But `jax.grad` then adds up the gradient of a look-up table, of a weight in a
-    recurrent layer, and on some devices that of a kernel with more than 16 positions (bfloat16; 128 in float16), step
-    by step in 16 bits, and can be far off. So gcjax's rules for these are not compared, and the gradient of the batch
-    may differ in up to half of the parameters. A model is not compared if rounding errors of its parameters change its
-    gradient by a third.
+    gradient without any other sign. Call this once, outside jit, before training, with a small batch. docs/squares.md
+    says how exact it is in 16 bits.
 
     Args:
       loss_fn: as in `value_and_moments`.
@@ -55,20 +46,16 @@ def check_moments(
 
     Returns:
       `check(params, batch, rtol=None) -> None`. `rtol` is relative to the largest gradient (of the batch, or of its
-      samples where they cancel). The default is the square root of the coarsest machine epsilon.
+      samples where they cancel). The default is the square root of the coarsest machine epsilon in the gradient.
 
-    Raises (from `check`):
-      ValueError: the loss or a leaf of the gradient or of the squares differs, or has another dtype. The message names
-        the leaf, the error and the cure.
-      TypeError: called under jit, where values are not known.
+    Raises:
+      ValueError: from `check`; loss, gradient or squares differ. The message names leaf, error and cure.
+      TypeError: from `check`, called under jit, where values are not known.
 
-    Example:
-      >>> params, batch = jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]])
-      >>> check_moments(lambda w, x: jnp.mean((x @ w) ** 2))(params, batch)  # a mean over samples: nothing to say
-      >>> check_moments(lambda w, x: jnp.mean(x @ w) ** 2)(params, batch)
-      Traceback (most recent call last):
-      ...
-      ValueError: the gradient of params differs from jax.grad of the batch loss by ...
+    >>> check_moments(lambda w, x: jnp.mean(x @ w) ** 2)(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]]))
+    Traceback (most recent call last):
+    ...
+    ValueError: the gradient of params differs from jax.grad of the batch loss by ...
     """
 
     def loss_and_size(params, batch):
@@ -93,7 +80,8 @@ def check_moments(
             expected, whole = whole_fn(params, batch)
             (_, size), single = single_fn(params, batch)
             other, changed = whole_fn(nudged(params, epsilon), batch)
-        bounds = _Bounds.of(epsilon, rtol)
+        mean = max(1.5 * epsilon, 0.001) if rtol is None else rtol
+        bounds = _Bounds(epsilon**0.5 if rtol is None else rtol, mean, epsilon > COARSE)
         sizes = np.maximum(_sizes(single), _norms(whole.grad))
         noise = _norms(jax.tree.map(_difference, changed.grad, whole.grad))
         if np.linalg.norm(noise) > UNSTEADY * np.linalg.norm(sizes):
@@ -115,7 +103,7 @@ def check_moments(
 
 
 class _Bounds(NamedTuple):
-    """How large relative errors may be.
+    """Bounds of relative errors.
 
     Attributes:
       rtol: of single entries, and of norms.
@@ -127,23 +115,11 @@ class _Bounds(NamedTuple):
     mean: float
     coarse: bool
 
-    @classmethod
-    def of(cls, epsilon: float, rtol: float | None) -> "_Bounds":
-        if rtol is not None:
-            return cls(rtol, rtol, epsilon > COARSE)
-        return cls(epsilon**0.5, max(1.5 * epsilon, 0.001), epsilon > COARSE)
-
 
 def _compare_rules(name: str, got: PyTree, want: PyTree, sizes: PyTree, bounds: _Bounds, known: Sequence[bool]) -> None:
-    """Raise ValueError unless all leaves agree with those of single samples.
+    """Raise ValueError unless the leaves `got` agree with `want`, those of single samples.
 
-    Args:
-      name: of the leaves.
-      got: the leaves.
-      want: those of single samples.
-      sizes: their entries where the samples' do not cancel.
-      bounds: relative bounds.
-      known: for each leaf, whether `want` is exact enough.
+    `sizes` are entries where the samples' do not cancel; `known` says for each leaf whether `want` is exact enough.
     """
     wanted, scales = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (want, sizes))
     scales = [np.maximum(np.abs(x), scale) for x, scale in zip(wanted, scales, strict=True)]
@@ -171,14 +147,9 @@ def _compare_rules(name: str, got: PyTree, want: PyTree, sizes: PyTree, bounds: 
 
 
 def _compare_whole(got: PyTree, want: PyTree, sizes: np.ndarray, noise: np.ndarray, bounds: _Bounds) -> None:
-    """Raise ValueError unless the gradients agree: all leaves, or half of them if something is coarse.
+    """Raise ValueError unless the summed and the batch gradient agree: all leaves, or half if something is coarse.
 
-    Args:
-      got: the sum of those of single samples.
-      want: that of the whole batch.
-      sizes: the norm of each leaf.
-      noise: how far each leaf may be off besides.
-      bounds: relative bounds.
+    `sizes` are the norms of the leaves, `noise` an absolute bound of each besides.
     """
     errors = _norms(jax.tree.map(_difference, got, want))
     allowed = np.sum(sizes > 0) / 2 if bounds.coarse else 0

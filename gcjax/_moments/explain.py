@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 
 from gcjax import _jax_compat
-from gcjax._moments.compute import choose_method
+from gcjax._moments.api import choose_method
 from gcjax._moments.jaxprs import aval
 from gcjax._moments.problem import Options, make_problem
-from gcjax._moments.rules.node import Node
-from gcjax._moments.rules.per_sample import PerSample
+from gcjax._moments.rules.node import Node, PerSample
 from gcjax._types import PyTree
 
 # A gradient that one of these makes is a cotangent or a sum of cotangents: no rule could avoid stacking it.
@@ -20,7 +19,7 @@ HEADER = ("leaf", "shape", "rule", "positions", "bytes", "fallback")
 
 
 class Row(NamedTuple):
-    """How the moments of one parameter are made.
+    """The way to the moments of one parameter.
 
     Attributes:
       leaf: path of the parameter.
@@ -29,8 +28,8 @@ class Row(NamedTuple):
         or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples; "scan" for one that is
         made sample by sample.
       positions: contracted entries per sample (sequence positions, pixels); 1 is an outer product.
-      bytes: what the rule reads for one chunk of the batch: operands that the plain backward pass holds too, or the
-        stacked gradients.
+      bytes: read by the rule for one chunk of the batch: operands that the plain backward pass holds too, or stacked
+        gradients.
       fallback: whether a rule was missing, so that an array of batch x parameter is made.
     """
 
@@ -43,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `value_and_moments` would do; its `str` is a table.
+    """The plan of `value_and_moments`; its `str` is a table.
 
     Attributes:
       rows: one `Row` per parameter.
@@ -86,15 +85,14 @@ def explain_moments(
     Returns:
       `explain(params, batch) -> Explanation`. It computes nothing and reads only shapes: tracers work too.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
-      >>> print(explain_moments(loss)({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((4, 3))))
-      leaf   shape  rule   positions  bytes  fallback
-      -----  -----  -----  ---------  -----  --------
-      ['b']  2      vmap   1          32
-      ['w']  3x2    dense  1          80
-      4 samples by sinks, 4 at a time
+    >>> import jax.numpy as jnp
+    >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
+    >>> print(explain_moments(loss)({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((4, 3))))
+    leaf   shape  rule   positions  bytes  fallback
+    -----  -----  -----  ---------  -----  --------
+    ['b']  2      vmap   1          32
+    ['w']  3x2    dense  1          80
+    4 samples by sinks, 4 at a time
     """
     options = Options(loss_fn, has_aux, **keywords)
 

@@ -1,6 +1,6 @@
-"""Jaxprs: their types, and what is known of a variable before anything runs."""
+"""Jaxprs: types, and facts about a variable that hold before anything runs."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,18 +11,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from gcjax._jax_compat import scan_parts
 
-EQUAL_OVER_AXIS = ("psum", "pmax", "pmin", "all_gather")  # collectives whose results all samples share
 ZERO_KEEPING = ("broadcast_in_dim", "pvary", "convert_element_type", "copy")
 
 
 @dataclass(frozen=True)
 class ScannedValue:
-    """Key of a value inside the body of a scan, stacked over the scan's steps.
-
-    Attributes:
-      scan: the scan's equation.
-      key: a variable of the body, or a value of a scan inside the body.
-    """
+    """Key of a value inside the body of a scan, or of a scan inside it, stacked over the scan's steps."""
 
     scan: JaxprEqn
     key: "Operand"
@@ -48,50 +42,8 @@ def variables(atoms: Iterable[Atom]) -> tuple[Var, ...]:
 
 
 def read_atom(atom: Atom, read: Callable[[Var], Any]) -> Any:
-    """The value of an operand: that of a literal, or what `read` gives for a variable."""
+    """The value of a literal, or read(variable)."""
     return atom.val if isinstance(atom, Literal) else read(atom)
-
-
-def depends(jaxpr: Jaxpr, inputs: Sequence[bool], axis: Hashable = None) -> list[bool]:
-    """Which results depend on the inputs marked True.
-
-    Args:
-      jaxpr: an open jaxpr.
-      inputs: a mark for each of its inputs.
-      axis: name of the axis over the samples, or None. A sum over it depends on no sample more than on another.
-    """
-    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
-
-    def is_marked(atom: Atom) -> bool:
-        return not isinstance(atom, Literal) and atom in marked
-
-    for eqn in jaxpr.eqns:
-        marks = _depend(eqn, [is_marked(atom) for atom in eqn.invars], axis)
-        marked.update(var for var, mark in zip(eqn.outvars, marks, strict=True) if mark)
-    return [is_marked(atom) for atom in jaxpr.outvars]
-
-
-def _depend(eqn: JaxprEqn, marks: Sequence[bool], axis: Hashable) -> Sequence[bool]:
-    """`depends` for the results of an equation."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    if axis is not None and eqn.effects and axis in (named if isinstance(named, tuple) else (named,)):
-        return [name not in EQUAL_OVER_AXIS] * count
-    if name == "scan":
-        consts, carries, xs = scan_parts(eqn, marks)
-        while True:
-            found = depends(eqn.params["jaxpr"].jaxpr, [*consts, *carries, *xs], axis)
-            new = [old or mark for old, mark in zip(carries, found[: len(carries)], strict=True)]
-            if new == carries:
-                return [*carries, *found[len(carries) :]]
-            carries = new
-    if name == "cond":
-        branches = [depends(branch.jaxpr, marks[1:], axis) for branch in eqn.params["branches"]]
-        return [marks[0] or any(of_result) for of_result in zip(*branches, strict=True)]
-    inner = bodies(eqn)
-    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(marks), count):
-        return depends(inner[0], marks, axis)
-    return [any(marks)] * count
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -102,12 +54,7 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 class Scope:
-    """One jaxpr, and what the search needs to know about its variables.
-
-    Args:
-      jaxpr: an open jaxpr.
-      shared: those of its inputs that are equal for all samples.
-    """
+    """An open jaxpr and facts about its variables; `shared` are its inputs that are equal for all samples."""
 
     def __init__(self, jaxpr: Jaxpr, shared: Sequence[Var]) -> None:
         self.jaxpr = jaxpr

@@ -1,4 +1,4 @@
-"""How far two correct computations of a gradient may lie apart."""
+"""Rounding errors: the distance of two correct computations of a gradient."""
 
 import math
 

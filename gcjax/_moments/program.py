@@ -11,16 +11,7 @@ import jax
 
 from gcjax import _jax_compat
 from gcjax._jax_compat import scan_parts
-from gcjax._moments.jaxprs import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    ScannedValue,
-    Var,
-    read_atom,
-    variables,
-)
+from gcjax._moments.jaxprs import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, ScannedValue, Var, read_atom, variables
 from gcjax._moments.problem import Problem
 from gcjax._moments.rules.combine import ScannedMoments
 from gcjax._moments.rules.node import Key, Reader
@@ -37,34 +28,20 @@ class BackwardPass(NamedTuple):
     """The inlined backward pass of one group.
 
     Attributes:
-      jaxpr: from the leaves of (params, one group's mapped leaves, shared leaves) to the leaves of (value, aux) and
-        then those of the gradient.
+      jaxpr: from the leaves of (params, one group's mapped leaves, shared leaves) to `outputs` and `gradients`.
       consts: values of the jaxpr's constants.
+      shared: the inputs that are equal for all samples.
+      outputs: the leaves of (value, aux), variables or literals.
+      gradients: the leaves of the gradient.
       outputs_tree: structure of (value, aux).
-      params: number of leaves of params.
-      mapped: number of mapped leaves.
     """
 
     jaxpr: Jaxpr
     consts: list[Array]
+    shared: list[Var]
+    outputs: list[Any]
+    gradients: list[Atom]
     outputs_tree: jax.tree_util.PyTreeDef
-    params: int
-    mapped: int
-
-    @property
-    def shared(self) -> list[Var]:
-        """The inputs that are equal for all samples."""
-        return self.jaxpr.invars[: self.params] + self.jaxpr.invars[self.params + self.mapped :]
-
-    @property
-    def outputs(self) -> list[Any]:
-        """The leaves of (value, aux), as variables or literals."""
-        return self.jaxpr.outvars[: len(self.jaxpr.outvars) - self.params]
-
-    @property
-    def gradients(self) -> list[Any]:
-        """The leaves of the gradient, as variables or literals."""
-        return self.jaxpr.outvars[len(self.outputs) :]
 
 
 def trace(problem: Problem) -> BackwardPass:
@@ -79,12 +56,16 @@ def trace(problem: Problem) -> BackwardPass:
 
     closed, (outputs, _) = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*leaves)
     inlined = jax.make_jaxpr(lambda *args: inline(closed, args), axis_env=env)(*leaves)
+    ins, outs = inlined.jaxpr.invars, inlined.jaxpr.outvars
     params = len(jax.tree.leaves(problem.params))
-    return BackwardPass(inlined.jaxpr, inlined.consts, jax.tree.structure(outputs), params, len(problem.mapped))
+    shared, values = ins[:params] + ins[params + len(problem.mapped) :], len(outs) - params
+    return BackwardPass(
+        inlined.jaxpr, inlined.consts, shared, outs[:values], outs[values:], jax.tree.structure(outputs)
+    )
 
 
 def inline(closed: ClosedJaxpr, args: Iterable[Array], keep_effects: bool = True) -> list[Array]:
-    """Evaluate a closed jaxpr, replacing calls by their bodies; without what has no result, unless `keep_effects`."""
+    """Evaluate a closed jaxpr, replacing calls by their bodies; equations without a result only if `keep_effects`."""
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(closed.jaxpr.invars, args, strict=True))
     for eqn in closed.jaxpr.eqns:
@@ -120,12 +101,12 @@ def _scan_keywords(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 class LiveScan(NamedTuple):
-    """What is left of a scan equation, and what its body must yield besides.
+    """The live rest of a scan equation.
 
     Attributes:
       carries: positions of the kept carries.
       outputs: positions of the kept outputs among all results of the scan.
-      extras: keys of the values and moments inside the body that are wanted.
+      extras: keys of the values and moments inside the body that it must yield besides.
       inputs: the scan's operands that are still read, as keys.
       body: live equations of the body.
     """
@@ -179,15 +160,9 @@ def _live_scan(eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | Sca
 
 
 def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Array) -> Reader:
-    """Evaluate equations, adding their results to `env`.
+    """Evaluate live equations; returns a reader of their results and of literals.
 
-    Args:
-      equations: from `live_equations`.
-      env: values of the jaxpr's inputs and constants.
-      dummy: see `Node.moments_under_vmap`.
-
-    Returns:
-      A reader of all keys needed, and of literals.
+    `env` holds the values of inputs and constants, and receives the results. For `dummy` see `Node.moments_under_vmap`.
     """
 
     def read(key):

@@ -1,7 +1,7 @@
 """From the gradients in a backward pass back to their sinks.
 
 The search starts at a gradient and goes back through operations that move, scale or add entries, to the equation that
-makes it. What no rule covers is cut where it stands: vmap stacks that value over samples.
+makes it. A value that no rule covers is cut where it stands: vmap stacks it over samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,11 @@ from gcjax._moments.jaxprs import Atom, JaxprEqn, Literal, Scope, Var, aval
 from gcjax._moments.problem import Problem
 from gcjax._moments.program import BackwardPass, trace
 from gcjax._moments.rules.combine import Concatenated, Scanned, ScannedLayers, ScannedSum, Tied
-from gcjax._moments.rules.conv import Conv, is_kernel_gradient
+from gcjax._moments.rules.conv import Conv
 from gcjax._moments.rules.dense import Dense
 from gcjax._moments.rules.embedding import Embedding, is_row_scatter
 from gcjax._moments.rules.linear import Entrywise, Mixed, RealPart, entrywise_operand, is_real_part
-from gcjax._moments.rules.node import Node
-from gcjax._moments.rules.per_sample import PerSample
+from gcjax._moments.rules.node import Node, PerSample
 
 ADDITIONS = ("add", "add_any")
 # A product with an operand that all samples share counts as a sink if it is this many times larger than the other
@@ -38,12 +37,9 @@ LINEAR = {
 
 
 class SinkSearch(NamedTuple):
-    """What the search found for one problem.
+    """The backward pass of one group, and the node of every leaf of its gradient.
 
-    Attributes:
-      program: the backward pass of one group.
-      nodes: the node of every leaf of the gradient.
-      stacked_bytes: bytes per group of the gradients that no rule covers, which vmap stacks.
+    `stacked_bytes` are the bytes per group of the gradients that no rule covers, which vmap stacks.
     """
 
     program: BackwardPass
@@ -107,7 +103,8 @@ def _sink(scope: Scope, eqn: JaxprEqn) -> Node | None:
         return None
     if name == "dot_general":
         return Dense(eqn)
-    return Conv(eqn) if is_kernel_gradient(eqn) else None
+    # Under a forward batch_group_count the contracted axis is grouped, which the rule does not cover.
+    return Conv(eqn) if eqn.params["feature_group_count"] == 1 else None
 
 
 def _mixed(scope: Scope, eqn: JaxprEqn) -> Node | None:

@@ -18,7 +18,7 @@ from gcjax._kernels.bits import (
     count_bits,
     nth_set_bit,
     pack_mask,
-    pack_two,
+    pack_masks,
     position_of,
     prefix_count,
     to_blocks,
@@ -113,7 +113,7 @@ def kth_magnitude(x: Array, k: int | Array, candidates: Array | None = None) -> 
     high, low = kth_largest(jnp.broadcast_to(sample, (2, SAMPLE)), ranks)
     high = jnp.where(rank - slack < 1, _TOP_BITS, high)
     low = jnp.maximum(jnp.where(rank + slack > SAMPLE, 0, low), _TINY_BITS)
-    above, inside = (_among(candidates, words) for words in pack_two(bits > high, (bits >= low) & (bits <= high)))
+    above, inside = (_among(candidates, words) for words in pack_masks(bits > high, (bits >= low) & (bits <= high)))
     count_above, slots = jnp.sum(count_bits(above)), assign_slots(inside)
     room = size // 32 if isinstance(slack, Array) else min(size // 32, round(3 * slack * size / SAMPLE))
     found = (count_above < k) & (k <= count_above + slots.total) & (slots.total <= room)
@@ -148,7 +148,7 @@ def top_k_mask(x: Array, k: int | Array, candidates: Array | None = None) -> Arr
     """
     threshold = kth_magnitude(x, k, candidates)
     bits = magnitude_bits(x)
-    above, equal = (_among(candidates, words) for words in pack_two(bits > threshold, bits == threshold))
+    above, equal = (_among(candidates, words) for words in pack_masks(bits > threshold, bits == threshold))
     room = k - jnp.sum(count_bits(above))
     return above | lax.cond(jnp.sum(count_bits(equal)) == room, lambda words, _: words, _lowest, equal, room)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gcjax._kernels.bits import pack_two
+from gcjax._kernels.bits import pack_masks
 from gcjax._kernels.floats import to_unit
 from gcjax._sparse.capacities import capacities_around
 from gcjax._sparse.selection import SAMPLE, quantile_threshold, sampled
@@ -126,7 +126,7 @@ def _select(a: Array, density: float, bucket: Bucket, step: Array) -> tuple[Arra
     classes = jnp.maximum(jnp.concatenate([samples, -samples]), 0)
     least, most = _spread(groups, quantile_threshold(classes, jnp.sum(classes > 0, axis=1), density))
     plus, minus = a >= least, a <= -most
-    words = pack_two(plus, minus)
+    words = pack_masks(plus, minus)
     # The unit keeps sums of huge numbers finite. At most 1, because the sample may not have the largest entry.
     unit = jnp.minimum(to_unit(jnp.max(classes, axis=1)), 1)
     plus_unit, minus_unit = _spread(groups, unit)

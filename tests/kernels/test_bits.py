@@ -31,7 +31,7 @@ def by_word(x):
 @given(SEEDS, BLOCKS, DENSITIES)
 def test_masks_pack_and_unpack(seed, blocks, density):
     mask = mask_of(seed, blocks, density)
-    words, inverse = packing.pack_two(jnp.asarray(mask), ~jnp.asarray(mask))
+    words, inverse = packing.pack_masks(jnp.asarray(mask), ~jnp.asarray(mask))
     np.testing.assert_array_equal(words, np.packbits(by_word(mask).ravel(), bitorder="little").view(np.uint32))
     np.testing.assert_array_equal(inverse, ~words)
     np.testing.assert_array_equal(packing.pack_mask(jnp.asarray(mask)), words)

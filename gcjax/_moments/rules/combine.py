@@ -13,12 +13,7 @@ from gcjax._types import Array
 
 @dataclass(frozen=True)
 class ScannedMoments:
-    """Key of the `Sums` of a node inside the body of a scan, stacked over the scan's steps.
-
-    Attributes:
-      scan: the scan's equation.
-      node: the node in its body.
-    """
+    """Key of the `Sums` of a node inside the body of a scan, stacked over the scan's steps."""
 
     scan: JaxprEqn
     node: Node
@@ -36,11 +31,7 @@ class Tied(Node):
 
 @dataclass(frozen=True, eq=False)
 class Concatenated(Node):
-    """A concatenation of gradients: both sums are concatenated.
-
-    Attributes:
-      eqn: the equation.
-    """
+    """A concatenation of gradients: both sums are concatenated."""
 
     eqn: JaxprEqn
     rule = "concatenated"
@@ -62,11 +53,7 @@ class Concatenated(Node):
 
 @dataclass(frozen=True, eq=False)
 class Scanned(Node):
-    """A gradient that a scan makes.
-
-    Attributes:
-      scan: the scan's equation.
-    """
+    """A gradient that a scan makes."""
 
     scan: JaxprEqn
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax._moments.jaxprs import JaxprEqn, aval
+from gcjax._moments.jaxprs import aval
 from gcjax._moments.rules.dense import product
 from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
 from gcjax._types import Array
@@ -98,8 +98,3 @@ def _window(lhs: Array, axis: int, tap: int, window: Sequence[int]) -> Array:
 
 def _split(array: Array, axis: int, groups: int) -> Array:
     return array.reshape(*array.shape[:axis], groups, -1, *array.shape[axis + 1 :])
-
-
-def is_kernel_gradient(eqn: JaxprEqn) -> bool:
-    """Whether the rule applies: the contracted axis is not grouped, as it is under a forward batch_group_count."""
-    return eqn.params["feature_group_count"] == 1

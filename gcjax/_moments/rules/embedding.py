@@ -36,15 +36,15 @@ class Embedding(Sink):
 
     def gradient(self, read: Reader) -> Array:
         ids, rows = self._flat(*map(read, self.operands))
-        return self._scatter(ids.reshape(-1), rows.reshape(-1, rows.shape[-1]), rows.dtype)
+        return self._scatter(ids, rows, rows.dtype)
 
     def moments(self, table: Table, size: int) -> Sums:
         ids, rows = self._flat(*map(stacked_reader(table, size), self.operands))
         dtype = accumulator_dtype(rows.dtype)
         rows = rows.astype(dtype)
-        total = self._scatter(ids.reshape(-1), rows.reshape(-1, rows.shape[-1]), dtype)
+        total = self._scatter(ids, rows, dtype)
         ids, rows = jax.vmap(sum_of_runs)(ids, rows)
-        squares = self._scatter(ids.reshape(-1), jnp.square(rows).reshape(-1, rows.shape[-1]), dtype)
+        squares = self._scatter(ids, jnp.square(rows), dtype)
         return total.astype(aval(self.eqn.outvars[0]).dtype), squares
 
     def _flat(self, ids: Array, rows: Array) -> tuple[Array, Array]:
@@ -59,7 +59,9 @@ class Embedding(Sink):
         return ids, rows.reshape(count, ids.shape[1], -1)
 
     def _scatter(self, ids: Array, rows: Array, dtype: jax.typing.DTypeLike) -> Array:
+        """Rows `[N, T, features]` added up by their ids: the table's gradient."""
         shape = aval(self.eqn.outvars[0]).shape
+        ids, rows = ids.reshape(-1), rows.reshape(-1, rows.shape[-1])
         zeros = _jax_compat.zeros((shape[0], rows.shape[-1]), dtype, [ids, rows])
         out = jax.lax.scatter_add(zeros, ids[:, None], rows, ROWS, mode=self.eqn.params["mode"])
         return out.reshape(shape)

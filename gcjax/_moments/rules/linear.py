@@ -29,8 +29,8 @@ class Operation(Node):
 
     Attributes:
       eqn: the equation.
-      index: which of its operands is the child's gradient.
-      output: which of its results is this node's gradient.
+      index: of the operand that is the child's gradient.
+      output: index of the result that is this node's gradient.
     """
 
     eqn: JaxprEqn
