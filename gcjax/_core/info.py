@@ -103,6 +103,11 @@ class GossipInfo(NamedTuple):
       bits: float64[workers], bits sent so far, counted likewise.
       weights: float64[workers], push-sum weights, which sum to the number of workers; ones with other methods.
       compressor: the `Info` of the compressor of `local_sgd`; None without one.
+
+    >>> import gcjax, jax, jax.numpy as jnp
+    >>> tx, params = gcjax.gossip.swarm_average(key=jax.random.key(0)), jnp.ones(3)
+    >>> print(gcjax.info(tx.update(params, tx.init(params), params)[1]).step)
+    1
     """
 
     step: int

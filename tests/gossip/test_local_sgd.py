@@ -56,7 +56,7 @@ def test_outer_step_is_nesterov_on_the_mean_change(compressor):
             expected = {k: np.broadcast_to(a, params[k].shape) for k, a in anchor.items()}
         params = run.step(params, updates)
         assert_same(params, expected, atol=2e-5)
-    each = 6 * BUCKET if compressor is None else gcjax.info(run.state).wire_bytes
+    each = 6 * BUCKET if compressor is None else gcjax.info(run.state).compressor.wire_bytes
     np.testing.assert_array_equal(run.info().bits, 3 * 32 * np.full(4, np.ceil(each / 4)))
     assert "" not in {c.computation for c in run.collectives()}
 

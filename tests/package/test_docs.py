@@ -31,7 +31,6 @@ SHOWN_BY = {  # users get them from this function or class, whose doctest shows 
     "Curves": "simulate",
     "EmptyState": "dense_codec",
     "Exchanged": "exchange",
-    "GossipInfo": "info",
     "GossipState": "swarm_average",
     "Info": "info",
     "LeafState": "leaf_codec",

@@ -27,6 +27,6 @@ def row(name, capacity, transport="all_gather", bucket_invariant=False, rare=Fal
 ROWS = [
     row("capacities", (64, 160, 320, 416, 864), bucket_invariant=True),
     row("overflow", (64,), rare=True),
-    row("owners", (64,), transport="two_phase", rare=True),
+    row("owners", (64,), transport="two_phase"),
 ]
 CHAINS = {"strom_compress": before_sgd(gcjax.contrib.strom_compress, 8.0, capacity=288)}
