@@ -81,10 +81,11 @@ def table(store: dict) -> str:
     lines = [head + "MB sent per worker | CPU s |", "|---" * 9 + "|"]
     records = {record["row"]: record for record in store["runs"]}
     dense = records["dense"]["epochs"][-1]["validation_loss"] if "dense" in records else None
-    for record in (records[row] for row in ROWS if row in records):
+    for row in [*filter(records.__contains__, ROWS), *(row for row in records if row not in ROWS)]:
+        record = records[row]
         last = record["epochs"][-1]
         cells = [
-            record["row"],
+            row if row in ROWS else f"{row} (taken out)",
             f"`{runs.method(record)}`",
             f"{last['validation_loss']:.4f}",
             "" if dense is None else f"{100 * (last['validation_loss'] / dense - 1):+.2f}",

@@ -48,14 +48,10 @@ ROWS = {
     "DiLoCo, 30": "--algorithms diloco --local-steps 30",
     "SparseLoCo, 30": "--algorithms sparse-loco --local-steps 30",
     "SparseLoCo, mean of all, 30": "--algorithms sparse-loco-workers --local-steps 30",
-    "Streaming DiLoCo, 30": "--algorithms streaming --local-steps 30",
-    "Streaming DiLoCo, 4 bits, 30": "--algorithms streaming-4 --local-steps 30",
     "MuLoCo, 30": "--algorithms muloco --local-steps 30 --optimiser muon",
     "DiLoCo, 15": "--algorithms diloco --local-steps 15",
     "SparseLoCo, 15": "--algorithms sparse-loco --local-steps 15",
     "SparseLoCo, mean of all, 15": "--algorithms sparse-loco-workers --local-steps 15",
-    "Streaming DiLoCo, 15": "--algorithms streaming --local-steps 15",
-    "Streaming DiLoCo, 4 bits, 15": "--algorithms streaming-4 --local-steps 15",
     "MuLoCo, 15": "--algorithms muloco --local-steps 15 --optimiser muon",
     "local SGD, 30": "--algorithms local --local-steps 30",
 }
@@ -88,10 +84,10 @@ def table(store: dict, result: str) -> str:
     lines = [f"| row (local steps) | {title} | after each epoch | MB sent per worker | bytes a step |"]
     lines += ["|---" * 5 + "|"]
     records = {record["row"]: record for record in store["runs"]}
-    for row in filter(records.__contains__, ROWS):
+    for row in [*filter(records.__contains__, ROWS), *(row for row in records if row not in ROWS)]:
         *earlier, last = records[row]["epochs"]
         cells = [
-            row,
+            row if row in ROWS else f"{row} (taken out)",
             f"{last[figure]:.{decimals}f}",
             ", ".join(f"{epoch[figure]:.{decimals - 1}f}" for epoch in earlier),
             f"{last['bits'] / 8e6:.2f}",

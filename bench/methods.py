@@ -193,7 +193,7 @@ def measure_selection(job: dict) -> dict:
     k = round(size * DENSITY)
     x = to_blocks(jax.random.normal(jax.random.key(0), (size,)))
     theirs = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x.reshape(-1)), k)[1])
-    ours = jax.jit(lambda x: position_of(slot_indices(assign_slots(top_k_mask(x, k), jnp.int32(0)), k)))
+    ours = jax.jit(lambda x: position_of(slot_indices(assign_slots(top_k_mask(x, k)), k)))
     if set(ours(x).tolist()) != set(theirs(x).tolist()):
         raise SystemExit("lax.top_k and the threshold search select different entries")
     times: dict = {"lax": [], "search": []}

@@ -41,11 +41,6 @@ def local_sgd(args: argparse.Namespace, **options: Any) -> optax.GradientTransfo
     return gossip.local_sgd(args.local_steps, axis_name="data", **options)
 
 
-def streaming_diloco(args: argparse.Namespace, **options: Any) -> optax.GradientTransformation:
-    fragments, delay = min(4, args.local_steps), args.local_steps // 6
-    return local_sgd(args, outer=OUTER, fragments=fragments, delay=delay, mixing=0.5, **options)
-
-
 def sparse_loco(*args: Any, **options: Any) -> optax.GradientTransformation:
     return gcjax.sparse_loco_compress(*args, axis_name="data", **options)
 
@@ -68,8 +63,6 @@ ALGORITHMS = {
     "swarm": ("SwarmSGD", swarm),
     "swarm-8": ("SwarmSGD, 8 bits", lambda args, key: swarm(args, key, bits=8)),
     "diloco": ("DiLoCo", lambda args, key: local_sgd(args, outer=OUTER)),
-    "streaming": ("Streaming DiLoCo", lambda args, key: streaming_diloco(args)),
-    "streaming-4": ("Streaming DiLoCo, 4 bits", lambda args, key: streaming_diloco(args, compressor=qsgd(key))),
     "sparse-loco": ("SparseLoCo", lambda args, key: local_sgd(args, compressor=sparse_loco())),
     "sparse-loco-workers": (
         "SparseLoCo, mean of all",
@@ -136,7 +129,7 @@ def prepare(
     steps = own // args.batch
     rate = optax.cosine_decay_schedule(args.learning_rate, args.epochs * steps)
     exchange = ALGORITHMS[name][1](args, jax.random.key(seed + 1))
-    step = gossip.make_train_step(workload.loss, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
+    step = gcjax.make_train_step(workload.loss, optax.chain(OPTIMISERS[args.optimiser](rate), exchange), mesh)
     state = step.init(workload.init(jax.random.key(seed)))
     parts = np.random.default_rng(seed).permutation(count)[: own * args.workers].reshape(args.workers, own)
     over_workers = jax.NamedSharding(mesh, jax.P("data"))
@@ -169,7 +162,7 @@ def train(
                 state, metrics = step(state, place(numbers))
                 losses.append(float(metrics.loss.mean()))
                 bar.update()
-            sent = gossip.info(state.opt_state)
+            sent = gcjax.info(state.opt_state)
             # Off the mesh, where every virtual device would compute the same.
             mean = jax.device_get(gossip.mean_params(state.params, sent.weights))
             row = {

@@ -88,6 +88,28 @@ def _batchnorms(model: nnx.Module) -> list[nnx.BatchNorm]:
     return [node for node in nodes if isinstance(node, nnx.BatchNorm) and node.axis_name is None]
 
 
+def reseed(model: nnx.Module, **keys: Any) -> None:
+    """`nnx.reseed` that raises where it would change nothing: dropout would then be the same in every step.
+
+    Args:
+      model: the model, inside a loss made with `nnx.merge(graphdef, params, rest, copy=True)`.
+      **keys: the new random key of each stream, by the stream's name.
+
+    Raises:
+      ValueError: the model has no stream of that name.
+
+    Example:
+      >>> import jax
+      >>> model = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))
+      >>> reseed(model, dropout=jax.random.key(1))
+    """
+    names = {node.key.tag for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)}
+    if unknown := sorted(set(keys) - names):
+        raise ValueError(f"the model has no random stream {unknown}; its streams are {sorted(names)}")
+    streams: dict[str, Any] = dict(keys)
+    nnx.reseed(model, **streams)
+
+
 def apply_gradients(state: State, *, grads: PyTree, sum_grad_squared: PyTree, **kwargs: Any) -> State:
     """`state.apply_gradients(grads=grads, **kwargs)` that also hands the squares to the compressor.
 

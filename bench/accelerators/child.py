@@ -88,7 +88,7 @@ def lower(model: Model, target: str, method: str) -> jax.stages.Lowered:
         return add.lower(leaves, leaves, leaves, leaves)
     row = METHODS[method]
     if row.gossip:
-        step = gcjax.gossip.make_train_step(model.loss, optax.chain(optax.adam(1e-3), row.make()), mesh)
+        step = gcjax.make_train_step(model.loss, optax.chain(optax.adam(1e-3), row.make()), mesh)
     else:
         step = gcjax.make_train_step(model.loss, optax.chain(row.make(), optax.adam(1e-3)), mesh)
     return targets.lower(step, mesh, model.params, model.batch)

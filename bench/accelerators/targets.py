@@ -37,7 +37,7 @@ def lower(step: Any, mesh: Mesh, params: Any, batch: Any) -> jax.stages.Lowered:
     """Lower a training step for the devices of a mesh, without arrays.
 
     Args:
-      step: from `gcjax.make_train_step` or `gcjax.gossip.make_train_step`, over all axes of the mesh.
+      step: from `gcjax.make_train_step` or `gcjax.make_train_step`, over all axes of the mesh.
       mesh: the step's.
       params, batch: pytrees of `jax.ShapeDtypeStruct`s; the batch is global.
     """

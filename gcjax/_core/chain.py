@@ -1,4 +1,4 @@
-"""A look at a chain of transforms without its exchanges: which leaves each compressor in it sees."""
+"""Runs of a chain whose compressors only look, note their means, or return means that are known already."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ class Seen:
         return updates, state
 
 
-seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
+seen: ContextVar["Seen | Replay | None"] = ContextVar("seen", default=None)
 
 
 @contextlib.contextmanager
@@ -50,3 +50,58 @@ def without_exchange() -> Iterator[Seen]:
         yield found
     finally:
         seen.reset(token)
+
+
+_noted: ContextVar[list[PyTree] | None] = ContextVar("_noted", default=None)
+
+
+@contextlib.contextmanager
+def noting_means() -> Iterator[list[PyTree]]:
+    """Inside, every compressor adds its compressed mean to the list, in the order of their calls."""
+    means: list[PyTree] = []
+    token = _noted.set(means)
+    try:
+        yield means
+    finally:
+        _noted.reset(token)
+
+
+def noted(mean: PyTree) -> PyTree:
+    """The mean as it is."""
+    if (means := _noted.get()) is not None:
+        means.append(mean)
+    return mean
+
+
+class Replay:
+    """What compressors return while their means are known: these, in order, and their states as they are."""
+
+    def __init__(self, means: list[PyTree]) -> None:
+        self.left = list(means)
+
+    def update(self, updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        return self.left.pop(0), state
+
+
+@contextlib.contextmanager
+def replaying(means: list[PyTree]) -> Iterator[None]:
+    """Inside, compressors return `means`, and what stands before them sees gradients without meaning."""
+    token = seen.set(Replay(means))
+    try:
+        yield
+    finally:
+        seen.reset(token)
+
+
+def means_are_known() -> bool:
+    """Whether a transform before the compressors has nothing to do.
+
+    Raises:
+      ValueError: inside `replaying`, a transform with state per worker stands after all compressors.
+    """
+    replay = seen.get()
+    if not isinstance(replay, Replay):
+        return False
+    if not replay.left:
+        raise ValueError("gcjax.local_transform stands after the compressor, where all workers are equal: leave it out")
+    return True

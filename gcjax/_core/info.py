@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gcjax._core.options import check_checksum
+from gcjax._core.own_models import GossipState, gossip_states
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import CompressState, UpdateReport, compress_states, fresh_report, options_of
 from gcjax._kernels.floats import TINY
@@ -89,8 +90,32 @@ class Info(NamedTuple):
         return "\n".join(lines)
 
 
-def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
-    """Read from an optimiser's state what its compressing transform sent in the last update.
+class GossipInfo(NamedTuple):
+    """What the workers of a gossip transform have sent so far. Arrays have one entry per worker whose state was given.
+
+    Attributes:
+      step: updates so far.
+      exchanges: int64[workers], exchanges in which each worker took part, without those in which it sat out.
+      failures: exchanges repeated in full precision because some worker could not decode. The first exchange, before
+        any distance is known, does not count.
+      bits_last: float64[workers], bits sent in the last update, with padding and agreements. A ring all-reduce counts
+        as what it makes one worker send.
+      bits: float64[workers], bits sent so far, counted likewise.
+      weights: float64[workers], push-sum weights, which sum to the number of workers; ones with other methods.
+      compressor: the `Info` of the compressor of `local_sgd`; None without one.
+    """
+
+    step: int
+    exchanges: np.ndarray
+    failures: int
+    bits_last: np.ndarray
+    bits: np.ndarray
+    weights: np.ndarray
+    compressor: Info | None
+
+
+def info(opt_state: PyTree, gradient: PyTree = None) -> Any:
+    """Read from an optimiser's state what its compressor or gossip transform has sent.
 
     It fetches arrays, so call it between steps, not inside `jax.jit`.
 
@@ -101,10 +126,11 @@ def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
       gradient: of one worker's batch, or its norm, for `residual_ratio`.
 
     Returns:
-      The `Info` of the last update.
+      The `Info` of the last update, or the `gcjax.gossip.GossipInfo` of all updates of a gossip transform.
 
     Raises:
-      ValueError: there is no gcjax state in it, or state of several workers that claims to be that of one.
+      ValueError: there is no gcjax state in it, or there are several of gossip transforms; state of several workers
+        claims to be that of one.
       TypeError: called inside `jax.jit`.
 
     >>> import gcjax, jax.numpy as jnp
@@ -113,13 +139,40 @@ def info(opt_state: PyTree, gradient: PyTree = None) -> Info:
     >>> sent = gcjax.info(tx.update(g, tx.init(g))[1])
     >>> print(sent.sent, sent.compression_ratio, sent.residual_norm.round(2))
     [2] 2.0 [1.12]
-    >>> print(sent)
-    sent     2 entries per worker, 50.00% of the parameters, 54.0 bits per entry
-    selected 2: 0 too small for the code, 0 beyond the capacity of 32
-    moved    0 bytes per worker
-    waiting  residual norm 1.12 to 1.12
-    skipped  0 updates so far, 0 entries saturated in the last one
     """
+    if found := gossip_states(opt_state):
+        if len(found) > 1:
+            raise ValueError(f"the chain has {len(found)} gossip transforms; give the state of one")
+        own = info_of_compressors(found[0], gradient) if compress_states(found[0]) else None
+        return _gossip_info(found[0], own)
+    return info_of_compressors(opt_state, gradient)
+
+
+def _gossip_info(state: GossipState, compressor: Info | None) -> GossipInfo:
+    _reject_traced(state)
+    traffic = jax.tree.map(_local_values, state.traffic.value)
+    low, high = traffic.total.reshape(-1, 2).T.astype(np.float64)
+    weights = np.ones(len(traffic.last))
+    if isinstance(state.method, PerWorker):
+        weights = _local_values(state.method.value).astype(np.float64)
+    return GossipInfo(
+        step=int(_local_values(state.step)[0]),
+        exchanges=traffic.exchanges.astype(np.int64),
+        failures=int(traffic.failures[0]),
+        bits_last=32.0 * traffic.last,
+        bits=32 * (high * 2.0**32 + low),
+        weights=weights,
+        compressor=compressor,
+    )
+
+
+def _local_values(x: Array) -> np.ndarray:
+    """The workers' values that this process holds, one after the other."""
+    return np.concatenate([np.ravel(part) for part in local_parts(x)])
+
+
+def info_of_compressors(opt_state: PyTree, gradient: PyTree = None) -> Info:
+    """The `Info` of all compressors in a state; see `info`."""
     states = readable_states((opt_state, gradient))
     reports = [report_of(s) for s in states]
     sent = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0, dtype=np.float64), *[r.sent for r in reports])
@@ -169,15 +222,21 @@ def readable_states(opt_state: PyTree) -> list[CompressState]:
     """The states of all compressors; raises where their values cannot be read, or are not what they claim."""
     states = compress_states(opt_state)
     if not states:
-        raise ValueError("opt_state holds no state of a gcjax compressor; pass the state of a chain that has one in it")
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(opt_state)):
-        raise TypeError(
-            "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
+        raise ValueError(
+            "opt_state holds no state of a gcjax compressor or gossip transform; pass the state of a chain that has one"
         )
+    _reject_traced(opt_state)
     for state in states:
         _reject_replicated(state.report)
         check_restored(state)
     return states
+
+
+def _reject_traced(tree: PyTree) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise TypeError(
+            "gcjax.info reads values and cannot run inside jax.jit; call it on the state that the step returns"
+        )
 
 
 def check_restored(state: CompressState) -> None:

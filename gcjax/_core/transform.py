@@ -8,7 +8,7 @@ import optax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_mean, pmax_if_axes
 from gcjax._comm.comm import Comm
-from gcjax._core.chain import Passing, seen
+from gcjax._core.chain import Passing, Seen, noted, seen
 from gcjax._core.checks import check_gradient, check_inputs, check_state, mask_like, reject_partitioned
 from gcjax._core.compressor import Compressor, SendReport, StepInput, checked
 from gcjax._core.finite import bad_leaves
@@ -72,7 +72,7 @@ def compress(
         return CompressState(PerWorker.pack(buckets, axes), PerWorker.pack(report, axes), compressor.uses_squares)
 
     def init(params: PyTree) -> CompressState | Passing:
-        if (looking := seen.get()) is not None:
+        if isinstance(looking := seen.get(), Seen):
             return looking.init(worker_axes + inner_axes)
         if stands_for_params(params):
             return CompressState(WHOLE_NODE, WHOLE_NODE, compressor.uses_squares)
@@ -91,7 +91,7 @@ def compress(
         squares = mask_like(updates, sum_grad_squared)
         check_inputs(layout, state, params, squares)
         if not layout.buckets:  # no entries: the update is equal on all workers, though typed as each one's own
-            return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
+            return noted(jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates)), state
         buckets, report = state.buckets.unpack(), state.report.unpack()
         comm, options = comm_for_axes(worker_axes, inner_axes), options_of(state)
         check_state(buckets, report.options, options, comm.size, lambda: new_buckets(layout))
@@ -119,7 +119,7 @@ def compress(
 
         updates = _equal_where_gradients_are(unflatten(layout, means), updates, shard_axes)
         new, report = vary((new, report), varying)
-        return updates, packed(new, report, axes)
+        return noted(updates), packed(new, report, axes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

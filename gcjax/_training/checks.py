@@ -1,17 +1,20 @@
-"""What a training step checks of its arguments, and of what the optimiser returns."""
+"""The first door: what a training step checks when it is made, and when its state is."""
+
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, sharded_dimensions
-from gcjax._core.per_worker import is_per_worker
+from gcjax._core.own_models import GossipState, gossip_states, is_gossip_state, without_gossip
 from gcjax._core.state import compress_states
-from gcjax._kernels.layout import check_is_array, path_name
-from gcjax._types import AxisNames, PyTree
-from gcjax._validation import check_integer
+from gcjax._kernels.layout import check_is_array
+from gcjax._training.chain_check import reject_two_compressors
+from gcjax._training.frozen import Split
+from gcjax._types import Array, AxisNames, PyTree
+from gcjax._validation import check_integer, check_random_key
 
 
 def checked_axes(mesh: jax.sharding.Mesh, axis_name: AxisNames, accumulate: int) -> tuple[str, ...]:
@@ -29,76 +32,90 @@ def checked_axes(mesh: jax.sharding.Mesh, axis_name: AxisNames, accumulate: int)
     return axes
 
 
-def check_batch(batch: PyTree, workers: int, accumulate: int = 1) -> None:
-    """Raise unless every leaf of a batch can be split over the workers and their parts.
+def check_start(
+    tx: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    split: Split,
+    model_state: PyTree,
+    key: Array | None,
+    axes: tuple[str, ...],
+    sharding: Collection[str],
+) -> tuple[str, ...]:
+    """What `TrainStep.init` checks of its arguments and of the chain.
+
+    Args:
+      tx: the chain, whose `init` takes all parameters.
+      params, model_state, key: the arguments.
+      split: of the parameters.
+      axes: of the batch.
+      sharding: axes over which parameters are sharded.
+
+    Returns:
+      The axes along which workers have parameters of their own, as a gossip transform in `tx` says; () without one.
 
     Raises:
-      TypeError: a leaf is no array.
-      ValueError: there is no leaf, or one is a scalar, empty, or its leading axis is no multiple of the number of
-        parts.
+      ValueError, TypeError: see `make_train_step`.
     """
-    parts = workers * accumulate
-    if not jax.tree.leaves(batch):
-        raise ValueError(f"the batch has no array, got {batch!r}; its arrays have one entry per sample")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not hasattr(leaf, "shape"):
-            raise TypeError(f"batch leaf {path_name(path)} is {leaf!r}, but must be an array. {_SHARED}")
-        if not leaf.shape:
-            cure = _RANDOM if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _SHARED
-            raise ValueError(f"batch leaf {path_name(path)} has shape (), but must have one entry per sample. {cure}")
-        if leaf.shape[0] == 0 or leaf.shape[0] % parts:
-            raise ValueError(
-                f"batch leaf {path_name(path)} has shape {leaf.shape}; its leading axis must be a positive "
-                f"multiple of {parts} = {workers} workers * accumulate={accumulate}"
-            )
+    if key is not None:
+        check_random_key("key", key)
+    _check_params(params, split(params)[0])
+    _check_model_state(model_state)
+    opt_state = jax.eval_shape(tx.init, params)
+    found = gossip_states(opt_state)
+    if not found:
+        reject_two_compressors(tx, params, lambda params: split(params)[0])
+    else:
+        _check_gossip(opt_state, found, axes, sharding)
+    _check_compressors(without_gossip(opt_state), axes)
+    return found[0].traffic.axes if found else ()
 
 
-def check_placed(batch: PyTree, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> None:
-    """Raise ValueError for a leaf of a batch that lies on one process, where the mesh spans several.
+def _check_gossip(
+    opt_state: PyTree, found: list[GossipState], axes: tuple[str, ...], sharding: Collection[str]
+) -> None:
+    """Raise ValueError if something spoils what a gossip transform does."""
+    models = found[0].traffic.axes
+    if len(found) > 1:
+        raise ValueError(f"the chain has {len(found)} gossip transforms; end it with one, which averages the models")
+    if not models or not set(models) <= set(axes):
+        raise ValueError(
+            f"the step's workers are along {axes}, but the gossip transform names {models}; give it some of these axes "
+            "as axis_name. Along the others the step averages the gradients"
+        )
+    if sharding:
+        raise ValueError(
+            f"param_specs shards parameters over {sorted(sharding)}, but with a gossip transform every worker has a "
+            "whole model of its own: leave param_specs out"
+        )
+    if beside := compress_states(without_gossip(opt_state)):
+        raise ValueError(
+            f"a compressor over {beside[0].report.axes} stands beside the gossip transform: it averages the gradients "
+            "in every step, which leaves gossip nothing to do. Leave it out; to compress what is exchanged, use "
+            "gcjax.gossip.local_sgd(compressor=...) or swarm_average(bits=...)"
+        )
+    _check_place(opt_state)
 
-    `jax.jit` takes such arrays for equal on all processes: of the rows of each it would use a part. Arrays that are
-    traced, and shapes, pass.
-    """
-    if len({device.process_index for device in mesh.devices.flat}) == 1:
+
+def _check_place(opt_state: PyTree) -> None:
+    """Raise ValueError if a transform follows the gossip transform, or may keep a worker from an exchange."""
+    if is_gossip_state(opt_state) or not isinstance(opt_state, tuple):
         return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) or not hasattr(leaf, "shape"):
-            continue
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            sharding = f"jax.NamedSharding(mesh, jax.P({axes}))"
+    for kind, name in ((optax.ApplyIfFiniteState, "apply_if_finite"), (optax.MultiStepsState, "MultiSteps")):
+        if isinstance(opt_state, kind) and gossip_states(opt_state):
             raise ValueError(
-                f"batch leaf {path_name(path)} of shape {leaf.shape} lies on process {jax.process_index()} alone, but "
-                "the mesh spans several processes, and a step would use only a part of its rows. Place it on the mesh. "
-                f"Rows of this process: jax.make_array_from_process_local_data({sharding}, rows). A batch that every "
-                f"process has whole: jax.device_put(batch, {sharding})"
+                f"optax.{name} stands around the gossip transform: a worker that skips an update would miss an "
+                f"exchange, and the others would wait for it. Put optax.{name} around the optimiser alone"
             )
+    if type(opt_state) is tuple and gossip_states(opt_state[:-1]):  # the state of optax.chain
+        raise ValueError(
+            "another transform follows the gossip transform in the chain, and would change the step to the averaged "
+            "models. Put the gossip transform last"
+        )
+    for node in opt_state:
+        _check_place(node)
 
 
-_RANDOM = (
-    "Give a random key to step.init(params, key=...) instead: loss_fn(params, batch, key=...) then gets another one "
-    "for each worker, step and sample"
-)
-_SHARED = (
-    "A value that all samples share may be repeated for each of them, as in np.full(len(x), value), or be part of the "
-    "model_state, or a constant of loss_fn"
-)
-
-
-def check_state(state: PyTree, mesh: jax.sharding.Mesh) -> None:
-    """Raise ValueError unless all per-worker state holds as many workers as the mesh."""
-    for node in jax.tree.leaves(state, is_leaf=is_per_worker):
-        if is_per_worker(node) and any(map(np.prod, node.shapes)):
-            workers = int(np.prod([mesh.shape[axis] for axis in node.axes]))
-            if node.workers != workers:
-                raise ValueError(
-                    f"the state holds {node.workers} workers, but the mesh has {workers} along {node.axes}. Make it "
-                    "with step.init(params) (or fn.init of gcjax.compressed_value_and_grad), which places it on the "
-                    "mesh once; do not call gcjax.distribute on it again. To go on with a state of another number of "
-                    "workers, use gcjax.resize(state, mesh)"
-                )
-
-
-def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
+def _check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
     """Raise ValueError if a compressor exchanges nothing along the axes of the step, or not in every step.
 
     Raises:
@@ -126,7 +143,7 @@ def check_compressors(opt_state: PyTree, axes: tuple[str, ...]) -> None:
             )
 
 
-def check_params(params: PyTree, trained: PyTree) -> None:
+def _check_params(params: PyTree, trained: PyTree) -> None:
     """Raise TypeError for a parameter that is no array, or that is to be trained and has no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         check_is_array(path, leaf)
@@ -142,7 +159,7 @@ def check_params(params: PyTree, trained: PyTree) -> None:
             )
 
 
-def check_model_state(model_state: PyTree) -> None:
+def _check_model_state(model_state: PyTree) -> None:
     """Raise TypeError for a random key in the model state: all workers and samples would draw the same from it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         if _is_key(leaf):
@@ -159,8 +176,8 @@ def _is_key(leaf: object) -> bool:
 _OWN_KEYS = (
     "Leave random keys out of both, and give step.init(key=...): loss_fn(params, batch, key=...) then gets another key "
     "for each worker, step and sample. With Flax NNX: graphdef, params, rest = nnx.split(model, nnx.Param, ...); in "
-    "loss_fn: model = nnx.merge(graphdef, params, rest, copy=True), then nnx.reseed(model, default=key) if the model "
-    "was made with nnx.Rngs(0), or dropout=key for a stream of that name"
+    "loss_fn: model = nnx.merge(graphdef, params, rest, copy=True), then gcjax.flax.reseed(model, default=key) if the "
+    "model was made with nnx.Rngs(0), or dropout=key for a stream of that name"
 )
 
 

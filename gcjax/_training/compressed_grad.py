@@ -1,7 +1,6 @@
 """Loss and compressed gradient of global arrays, for training steps that leave the partitioning to `jax.jit`."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,13 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gcjax._comm.collectives import axis_tuple, dense_mean, sharded_dimensions, worker_index
+from gcjax._core.state import compress_states
 from gcjax._jax_compat import constrain, varying_axes, without_mesh_types
 from gcjax._kernels.layout import check_is_array, path_name
 from gcjax._moments.aux import check_samples_lead
+from gcjax._training.call_checks import check_batch, check_state
 from gcjax._training.chain_check import reject_optimiser, reject_two_compressors
-from gcjax._training.checks import check_batch, check_placed, check_state, checked_axes, checked_specs
+from gcjax._training.checks import checked_axes, checked_specs
 from gcjax._training.gradients import (
     GradientFn,
     Inputs,
@@ -25,7 +26,8 @@ from gcjax._training.gradients import (
     uniform_loss,
 )
 from gcjax._training.local import as_local
-from gcjax._training.sharding import distribute, init_sharded, is_spec, state_specs
+from gcjax._training.optimiser import Compressed, compress_shards, per_worker_specs, update_whole, update_with
+from gcjax._training.sharding import distribute, init_sharded, is_spec, sharding_axes, state_specs
 from gcjax._types import Array, AxisNames, PyTree
 from gcjax._validation import check_flag, check_random_key, check_transform
 
@@ -43,10 +45,9 @@ def compressed_value_and_grad(
 ) -> "CompressedGrad":
     """`jax.value_and_grad` of global arrays, the gradient compressed where it crosses `axis_name`.
 
-    For a training step under plain `jax.jit`, with a batch that is sharded by a `NamedSharding`. There `jax.grad`
-    all-reduces the gradient densely before any optimiser sees it. This computes each worker's gradient separately,
-    exchanges it through `tx`, and returns the mean. The optimiser, clipping and the rest of the step stay as they are
-    and see global arrays:
+    For a step under plain `jax.jit` with a sharded batch, where `jax.grad` all-reduces densely before an optimiser sees
+    the gradient. This computes each worker's gradient separately and returns the mean that `tx` makes of them. The
+    optimiser and the rest of the step stay as they are:
 
         value_and_grad = gcjax.compressed_value_and_grad(loss_fn, gcjax.variance_compress(axis_name="data"), mesh)
         compression = value_and_grad.init(params)
@@ -57,52 +58,36 @@ def compressed_value_and_grad(
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, compression, loss
 
-    Only `axis_name` is manual (`jax.shard_map`) while the loss runs. All other axes of the mesh are left to JAX as
-    before: parameters and activations may be sharded over them, by sharding constraints or by explicit types, and the
-    batch too (FSDP). Axes may be Auto or Explicit, inside `jax.set_mesh` or outside.
-
-    With JAX 0.10.2 XLA aborts ("Check failed: partition_group_list") on embedding look-ups where the mesh has two
-    further automatic axes of several devices and shards both the table and the batch over them. Then shard the batch
-    over `axis_name` only.
-
-    The mean of the workers' losses is the loss of the batch only if each worker's part has the same weight. A mean
-    over unmasked tokens, for example, divides by each worker's own count.
+    Only `axis_name` is manual (`jax.shard_map`) while the loss runs; all other axes, Auto or Explicit, are left to JAX:
+    parameters, activations and the batch may be sharded over them (FSDP). With JAX 0.10.2 XLA aborts ("Check failed:
+    partition_group_list") on embedding look-ups where two further automatic axes shard both the table and the batch;
+    then shard the batch over `axis_name` only. The mean of the workers' losses is that of the batch only if each
+    worker's part has the same weight, unlike means over unmasked tokens.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`. It sees one worker's part of the batch
-        and returns the mean over it; where squares are computed it sees one sample at a time, as a batch of size 1.
-        Everything that belongs to samples must come in through `batch`: what the loss closes over is the same on all
-        workers.
-      tx: a compressor that names `axis_name`, or a chain of transforms that must see the gradient before the exchange
-        (`gcjax.local_transform`) and a compressor. It must not contain the optimiser. Clipping may follow the
-        compressor.
+      loss_fn: `loss_fn(params, batch) -> loss`, or `(loss, aux)` with `has_aux`: the mean over one worker's part of the
+        batch, or with squares over one sample. What it closes over is the same on all workers.
+      tx: a compressor that names `axis_name`, before it at most transforms of each worker's own gradient
+        (`gcjax.local_transform`), after it at most clipping and the like; not the optimiser.
       mesh: the devices.
-      axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`. The leading axis of the batch is
-        split over them.
+      axis_name: axis or axes of the workers, with the compressor's `inner_axis_name`.
       has_aux: whether the loss returns auxiliary output. Leaves whose leading axis is the batch come back as global
-        arrays, sharded like the batch. Other floating leaves are averaged over the workers, with a dense all-reduce:
-        BatchNorm statistics, for example, which each worker computes from its own part.
-      moments: as in `gcjax.make_train_step`: by default squares are computed if the compressor reads them.
-      param_specs: how the parameters are sharded over the other axes, `PartitionSpec`s in a pytree like the parameters
-        or a prefix of it; None if they are not. Each shard is compressed where it lives.
-      check_vma: as in `gcjax.make_train_step`: False for a loss with Pallas kernels. With it, an auxiliary leaf that is
-        not floating and has no batch axis always counts as differing between workers.
+        arrays, sharded like it. Other floating leaves are averaged over the workers by a dense all-reduce.
+      moments: as in `gcjax.make_train_step`.
+      param_specs: as there, over axes that are not the workers'.
+      check_vma: as there. Where it is False, an auxiliary leaf that is not floating and has no batch axis counts as
+        differing between workers.
 
     Returns:
       `fn(params, state, batch, *, key=None) -> value, grads, state`, to be called under `jax.jit`; `value` is the loss,
       a float32 scalar, or `(loss, aux)`. `grads` are like the parameters, replicated or sharded by `param_specs`. With
-      a `key` the loss is called with `key=`, a different one for each worker (and sample, with squares), for dropout.
-      `fn.init(params)` makes `state` on the mesh: `tx`'s, per worker, sharded as `gcjax.state_specs` says. Save it in
-      checkpoints beside the optimiser's state. `gcjax.info(state)` reads what was sent.
+      a `key` the loss gets `key=`, another one for each worker (and sample, with squares). `fn.init(params)` makes
+      `state` on the mesh, sharded as `gcjax.state_specs` says: keep it in checkpoints.
 
     Raises:
-      ValueError: the mesh lacks an axis; `param_specs` shards over `axis_name`; from `init` and `fn`, parameters that
-        are seen to be sharded otherwise than `param_specs` says; from `init`, a chain that turns the gradient around,
-        as an optimiser does, or that has two compressors; from `fn`, a batch that cannot be split evenly, or a state
-        that is not of this mesh.
-      TypeError: `tx` is not a transform, `moments` or a leaf of `param_specs` is something else; from `init` and `fn`,
-        a leaf of the parameters that is no array; from `fn`, an auxiliary leaf that is not floating and differs between
-        workers.
+      ValueError, TypeError: an argument is out of range or of another kind; (from `init`) `tx` turns the gradient
+        around, as an optimiser does, or has two compressors; (from `fn`) batch, state, the sharding of the parameters
+        or aux do not fit. The message names the cure.
 
     Example:
       >>> import gcjax
@@ -151,15 +136,14 @@ class CompressedGrad:
     ) -> None:
         self._gradient, self._tx = gradient, tx
         self._mesh, self._axes, self._has_aux, self._param_specs = mesh, axes, has_aux, param_specs
-        self._workers = math.prod(mesh.shape[axis] for axis in axes)
+        self._sharded = bool(sharding_axes(param_specs, mesh))
 
     def init(self, params: PyTree) -> PyTree:
         """The state of `tx` before the first step, on the mesh."""
         self._check_sharding(params)
         reject_two_compressors(self._tx, params)
         reject_optimiser(self._tx, params)
-        specs = jax.tree.leaves(self._param_specs, is_leaf=is_spec)
-        if any(sharded_dimensions(spec, tuple(self._mesh.shape)) for spec in specs):
+        if self._sharded:
             return init_sharded(self._tx, params, self._mesh, self._param_specs)
         return distribute(self._tx.init(params), self._mesh)
 
@@ -170,8 +154,7 @@ class CompressedGrad:
         if key is not None:
             check_random_key("key", key)
         self._check_sharding(params)
-        check_placed(batch, self._mesh, self._axes)
-        check_batch(batch, self._workers)
+        check_batch(batch, self._mesh, self._axes)
         check_state(state, self._mesh)
         split, whole = PartitionSpec(self._axes), PartitionSpec()
         local = jax.shard_map(
@@ -182,16 +165,7 @@ class CompressedGrad:
             out_specs=(whole, split, split, whole),
         )
         loss, stacked, of_samples, averaged = local(params, jax.tree.map(self._split_over_workers, batch), key)
-        # In a second shard_map, over all axes, each shard of the parameters is compressed by itself.
-        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
-        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=is_spec)
-        specs = state_specs(state, params, param_specs)
-        grads, state = jax.shard_map(
-            self._compress,
-            mesh=self._mesh,
-            in_specs=((stacked_specs, None if stacked[1] is None else stacked_specs), specs, param_specs),
-            out_specs=(param_specs, specs),
-        )(stacked, state, params)
+        grads, state = self._exchanged(stacked, state, params)
         if not self._has_aux:
             return loss, grads, state
         aux = jax.tree.map(lambda x, y: y if x is None else x, of_samples, averaged, is_leaf=lambda x: x is None)
@@ -226,16 +200,28 @@ class CompressedGrad:
             )
         return dense_mean(found.loss, self._axes), stacked, of_samples, averaged
 
-    def _compress(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def _exchanged(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """What `tx` makes of all workers' gradients and squares, in a second shard_map, over all axes of the mesh."""
+        param_specs = jax.tree.broadcast(self._param_specs, params, is_leaf=is_spec)
+        stacked_specs = jax.tree.map(lambda spec: PartitionSpec(self._axes, *spec), param_specs, is_leaf=is_spec)
+        specs = state_specs(state, params, param_specs)
+        in_specs = (stacked_specs, None if stacked[1] is None else stacked_specs), specs, param_specs
+        run = functools.partial(jax.shard_map, mesh=self._mesh, in_specs=in_specs)
+        if not self._sharded:
+            return run(self._update, out_specs=(param_specs, specs))(stacked, state, params)
+        count = len(compress_states(state))
+        out_specs: Any = Compressed([param_specs] * count, per_worker_specs(state), [PartitionSpec()] * count)
+        compressed = run(self._update, out_specs=out_specs)(stacked, state, params)
+        return update_whole(self._tx, compressed, state, params, self._mesh, (param_specs, specs))
+
+    def _update(self, stacked: tuple[PyTree, PyTree], state: PyTree, params: PyTree) -> Any:
+        """`compress_shards` or `update_with` of one device's gradient."""
         grad, squares = jax.tree.map(lambda x: x[0], stacked)
         extra = {} if squares is None else {"sum_grad_squared": squares}
-        grads, state = self._tx.update(grad, state, params, **extra)
-        if differing := sorted(varying_axes(grads) & set(self._axes)):
-            raise ValueError(
-                f"tx leaves the gradients of the workers along {differing} different: its compressor must name "
-                f"axis_name={self._axes}, all of the axes that compressed_value_and_grad was given"
-            )
-        return grads, state
+        if self._sharded:
+            return compress_shards(self._tx, grad, state, params, **extra)
+        found = update_with(self._tx, grad, state, params, **extra)
+        return found.updates, found.opt_state
 
     @staticmethod
     def _has_batch_axis(gradient: GradientFn, aux: PyTree, params: PyTree, batch: PyTree, key: Array | None) -> PyTree:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import optax
 
 from gcjax._comm.collectives import axis_tuple
+from gcjax._core.chain import means_are_known
 from gcjax._core.per_worker import WHOLE_NODE, PerWorker, stands_for_params
 from gcjax._jax_compat import tracks_variation, vary, varying_axes
 from gcjax._types import AxisNames, PyTree
@@ -87,6 +88,8 @@ def local_transform(tx: optax.GradientTransformation, axis_name: AxisNames) -> o
     def update(
         updates: PyTree, state: PerWorker, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PerWorker]:
+        if means_are_known():  # the second half of an update, after the compressors
+            return updates, state
         updates, new = tx.update(updates, state.unpack(), params, **extra_args)
         return updates, PerWorker.pack(new, state.axes)
 

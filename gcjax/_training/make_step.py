@@ -31,75 +31,50 @@ def make_train_step(
 ) -> TrainStep:
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
-    A bad step, in which the gradient of some worker is not finite, is skipped whole: parameters, optimiser and
-    `model_state` stay as they were, bit for bit. Only `step`, `skipped` and the compressor's count of steps advance.
-    Updates of parameters that no compressor handles must be finite too. A loss that is not finite does not make a step
-    bad if the gradient is finite. A worker's `model_state` also stays as it was if one of its entries would become
-    non-finite.
+    A bad step, in which the gradient of some worker is not finite, is skipped whole, bit for bit: only `step`,
+    `skipped` and the compressor's count of steps advance. With a transform of `gcjax.gossip` at the end of `tx` every
+    worker has parameters of its own (`TrainState.params` is a `PerWorker`), skips its own bad updates, and still
+    exchanges. A worker's `model_state` also stays if one of its entries would become non-finite.
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. If `init` got a
-        `key`, it is called with `key=` too. If `init` got a `model_state`, it is called with `model_state=` and returns
-        `(loss, model_state)`. Where squares are computed (see `moments`) it sees one sample at a time, as a batch of
-        size 1 with its own key.
-      tx: any optax chain. Its compressor must name the same axis (or some of the axes). Transforms with state before
-        the compressor need `gcjax.local_transform`. Transforms that ask for `value`, such as
-        `optax.contrib.reduce_on_plateau`, get the mean of the workers' losses; only then is it computed.
+      loss_fn: `loss_fn(params, batch) -> loss`, the mean over the leading axis of the batch's leaves. It gets `key=`
+        and `model_state=` if `init` got them, and then returns `(loss, model_state)`. Where squares are computed it
+        sees one sample at a time, as a batch of size 1 with its own key.
+      tx: an optax chain. Its compressor or gossip transform names some of the axes of `axis_name`. Inside a worker of
+        gossip, along the other axes, the step averages gradients. A transform that asks for `value` gets the mean of
+        the losses of the workers with the same parameters.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
-      moments: "auto" computes squares of per-sample gradients with `gcjax.value_and_moments` if a compressor in `tx`
-        reads them, as `gcjax.variance_compress` does; without one, the gradient comes from `jax.value_and_grad`.
-        `gcjax.value_and_moments`, or a `functools.partial` of it with options, always computes them. None never does.
-      accumulate: number of parts into which each worker's batch is split. Their gradients are computed one after the
-        other and averaged (added up under reduction="sum").
-      param_specs: how parameters are sharded, `PartitionSpec`s in a pytree like `params` or a prefix; None if they are
-        not. Over an axis of `axis_name` (FSDP): the loss sees whole parameters, gathered; gradient and squares are
-        averaged over that axis by a reduce-scatter, and the compressor names the other axes. Over any other axis
-        (tensor parallelism): the loss sees the shards and calls the collectives itself; take a method without squares.
-        Each shard is compressed where it lives and has its own state.
-      has_aux: whether `loss_fn` returns more, as its last result: `(loss, aux)`, or `(loss, model_state, aux)`. It
-        comes back in `Metrics.aux`; over samples and parts it is put together as in `gcjax.value_and_moments`.
-      trainable: which parameters are trained: booleans in a pytree like `params` or a prefix, or a function from
-        `params` to these; None for all. The others are frozen: they have no gradient and no squares, are not sent, and
-        `tx` sees None in their place. They may have any dtype.
-      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late: each call looks at the
-        result of 8 calls ago, so as not to wait for the devices. It cannot raise inside `jax.jit`.
-      checks: whether to look for mistakes. Where squares are computed, the first call compares the gradient of up to 8
-        samples of each worker, as one batch, with the mean (sum under reduction="sum") of their own gradients. That
-        finds sums, BatchNorm without `sample_axis` and weighted means. Elsewhere it compares a batch with the same
-        batch twice, and finds sums. It is silent where rounding errors may explain the difference, or where the
-        gradients of half of the parameters agree. It takes the time of a few steps of 8 samples, the memory of one with
-        squares, and their compilation. It does not look inside `jax.jit`, with `microbatches`, with squares of one
-        sample per worker, and where `loss_fn` cannot take so few samples. The call after 100 steps runs
-        `gcjax.check_training`. Where parameters are sharded, transforms that mix them, such as
-        `optax.clip_by_global_norm`, are found; not those that look at one parameter as a whole, as LAMB does: they see
-        a shard.
-      check_vma: False for a loss that `jax.shard_map` takes only with its check_vma=False, as with Pallas kernels. JAX
-        then does not track while the loss runs which values differ between workers; gradient, squares and updates are
-        the same. One check is lost: a loss that sums over the workers itself is no longer found.
+      moments: "auto" computes squares of per-sample gradients if a compressor in `tx` reads them;
+        `gcjax.value_and_moments`, or a `functools.partial` of it, always; None never.
+      accumulate: parts into which each worker's batch is split, one after the other; their gradients are averaged.
+      param_specs: `PartitionSpec`s of the parameters, or a prefix; None if they are not sharded. Over an axis of
+        `axis_name` (FSDP) the loss sees whole parameters, gathered, and a reduce-scatter averages gradient and squares;
+        over another axis (tensor parallelism) it sees shards and calls the collectives itself. Each shard is compressed
+        where it lives. What stands after the compressor in `tx` sees whole arrays.
+      has_aux: whether `loss_fn` returns one thing more, as its last result. It comes back in `Metrics.aux`.
+      trainable: booleans in a pytree like `params` or a prefix, or a function from `params` to these; None for all.
+        The other parameters are frozen: `tx` sees None in their place.
+      max_skipped: number of bad steps in a row after which `step` raises, up to 7 steps late; not inside `jax.jit`.
+      checks: whether the first call looks for losses that are no mean of their samples, and the call after 100 steps
+        runs `gcjax.check_training`. The first is silent inside `jax.jit`, with `microbatches`, with squares of one
+        sample per worker, where `loss_fn` takes no 8 samples, and where rounding errors may explain the difference.
+      check_vma: False for a loss that `jax.shard_map` takes only so, as with Pallas kernels. A loss that sums over the
+        workers itself is then no longer found.
 
     Returns:
       `step` with `step.init(params, *, model_state=None, key=None) -> TrainState`,
-      `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` as for a jitted function, of arrays or
-      `jax.ShapeDtypeStruct`s. `batch` is a pytree of global arrays, their leading axes split over the workers. With
-      a mesh of several processes they must be on it: `jax.make_array_from_process_local_data` takes the rows of each.
-      The state passed in is donated.
+      `step(state, batch) -> (state, Metrics)` and `step.lower(state, batch)` of arrays or `jax.ShapeDtypeStruct`s.
+      `batch` is a pytree of global arrays, their leading axes split over the workers; on several processes made by
+      `jax.make_array_from_process_local_data`.
 
     Raises:
-      ValueError: the mesh lacks an axis, or with `check_vma=False` has others than `axis_name`; `accumulate` or
-        `max_skipped` is below 1; a dimension of a parameter is sharded over axes of both sorts; (from `init`) a
-        compressor without axis, or two in one chain; `trainable` is no prefix of the parameters, or freezes them all;
-        (when called) a batch cannot be split evenly, or lies on one process of several; `loss_fn` is not the mean of
-        its samples, or averages over the workers itself; an update or state of the optimiser would differ between
-        workers; a transform mixes shards of different parameters; the state is not of this mesh, or was restored from a
-        checkpoint of other options.
-      TypeError: `tx` is not a transform, `accumulate` or `max_skipped` is not an int, a flag is no boolean, `moments`
-        or a leaf of `param_specs` is something else; (from `init`) a parameter is no array, or is to be trained and not
-        of a floating-point dtype; (when called) a leaf of the batch is no array, the state is no `TrainState`,
-        `loss_fn` returns something else, `tx` needs an argument that a step does not have.
+      ValueError, TypeError: an argument is out of range or of another kind; (from `init`) the chain cannot work, as one
+        with two compressors; (when called) batch, state or what `loss_fn` returns does not fit, an update would
+        differ between workers, or a check found a mistake. The message names the cure.
       FloatingPointError: (when called, before the state is donated) too many bad steps in a row.
-      RuntimeError: (when called) the state was donated to an earlier step; (on all processes) the processes
-        would not run the same step from the same state; see `gcjax.check_agreement`.
+      RuntimeError: (when called) the state was donated before; (on all processes) the processes would not run the same
+        step from the same state, see `gcjax.check_agreement`.
 
     Example:
       >>> import gcjax, jax, optax, jax.numpy as jnp
@@ -107,8 +82,8 @@ def make_train_step(
       >>> tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.5))
       >>> step = gcjax.make_train_step(lambda w, x: jnp.mean((x - w) ** 2), tx, mesh)
       >>> state, metrics = step(step.init(jnp.zeros(())), jnp.array([2.0, 4.0]))
-      >>> print(state.params, metrics.loss, metrics.skipped)
-      3.0 [10.] 0
+      >>> print(state.params, metrics.loss, metrics.grad_norm, metrics.skipped)
+      3.0 [10.] 6.0 0
     """
     axes = checked_axes(mesh, axis_name, accumulate)
     check_transform("tx", tx)

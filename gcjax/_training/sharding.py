@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gcjax._comm.collectives import sharded_dimensions
 from gcjax._core.owned import shared_among
 from gcjax._core.per_worker import PerWorker, is_per_worker
 from gcjax._jax_compat import constrain, varying_axes
@@ -218,6 +219,18 @@ def _check_placeable(node: PerWorker, mesh: jax.sharding.Mesh) -> None:
             f"the mesh has axes {tuple(mesh.shape)}, but the state is per worker along {node.axes}; use a mesh "
             "with these axes, or give the compressor the mesh's axis_name"
         )
+
+
+def sharding_axes(param_specs: PyTree, mesh: jax.sharding.Mesh) -> set[str]:
+    """The axes over which any parameter is sharded."""
+    specs = [sharded_dimensions(spec, tuple(mesh.shape)) for spec in jax.tree.leaves(param_specs, is_leaf=is_spec)]
+    return {name for dimensions in specs for _, names in dimensions for name in names}
+
+
+def on_mesh(params: PyTree, mesh: jax.sharding.Mesh, param_specs: PyTree) -> PyTree:
+    """A copy of the parameters, sharded over the mesh."""
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs, is_leaf=is_spec)
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(placeable(params, mesh))
 
 
 def is_spec(node: object) -> bool:

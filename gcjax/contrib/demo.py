@@ -82,30 +82,24 @@ def demo_compress(
         q = the top_k largest coefficients of each chunk of DCT(D)
         D <- D - inverse DCT(q)
 
-    and the update is the inverse DCT of the mean of q over the workers. DCT is the orthonormal discrete
-    cosine transform, type II. A matrix is divided into chunks of 64 x 64 and transformed along both axes, a vector into
-    chunks of 64. DeMo takes the sign of the update, and no momentum besides D. Weight decay and learning
-    rate come after that: `optax.chain(gcjax.contrib.demo_compress(), optax.scale_by_sign(),
-    optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`. Clipping may come before it.
+    The update is the inverse DCT of the mean of q over the workers. DCT is the orthonormal discrete cosine transform,
+    type II, of chunks of 64 x 64 of a matrix, along both axes, and of chunks of 64 of a vector. Coefficients are
+    delayed and decay while they wait: biased.
 
     State: a float32 per parameter. Wire: 48 bits per coefficient. Their number is fixed: with the defaults 1/128 of the
-    parameters in matrices, but half of those in vectors and in matrices with a short axis. A step has two transforms
-    with 2 chunk multiplications per entry each, and the search for the largest coefficients. On a CPU this takes as
-    long as about 15 additions of two vectors of gradient length, for any number of workers.
+    parameters in matrices, but half of those in vectors and in matrices with a short axis. A step takes as long as
+    about 15 additions of two vectors of gradient length on a CPU, for any number of workers. DeMo takes the sign of the
+    update, and no momentum besides D: `optax.chain(gcjax.contrib.demo_compress(), optax.scale_by_sign(),
+    optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))`.
 
     Args:
       top_k: number of coefficients to send of each chunk; all of a smaller chunk.
       chunk: largest length of a chunk along an axis, up to 256.
-      decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams` with `top_k` and `chunk`
-        among its static_args).
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      decay: beta, in [0, 1]. With 1 nothing is lost. May be traced (`optax.inject_hyperparams`, the others static).
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, or a decay out of range.
-      TypeError: for a `top_k` or `chunk` that is not an int.
-
-    **Randomness**: none. **Bias**: coefficients are delayed, and those that wait decay. **Non-finite input**: the
-    update is NaN on all workers and every worker's state stays as it was.
+      ValueError: for an argument out of range.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.demo_compress(top_k=1, decay=1.0)

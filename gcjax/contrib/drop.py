@@ -46,32 +46,24 @@ def drop_compress(
         where |a| >= t:  send a, e <- 0
         elsewhere:       e <- a
 
-    with t the magnitude that a share `density` of the sample reaches; the update is the mean over workers
-    of what they sent. The paper's drop rate R is 1 - density. The sample has 65,536 entries (all of a smaller model).
-    The number sent varies with it: by 4 % (one standard deviation) at density 0.01, by 12 % at 0.001.
-    `gcjax.top_k_compress` sends exactly the wanted number.
+    with t the magnitude that a share `density` of the sample reaches; the update is the mean over workers of the sent
+    entries. The paper's drop rate R is 1 - density. Entries are delayed, which biases a step; nothing is lost. The
+    sample has 65,536 entries (all of a smaller model), at positions that follow from the step. The number sent varies
+    with it: by 4 % (one standard deviation) at density 0.01, by 12 % at 0.001. `gcjax.top_k_compress` sends exactly the
+    wanted number.
 
-    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
-    learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.contrib.drop_compress(0.01), optax.sgd(0.1))`.
-    At low densities entries wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects
-    for it.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. The optimiser comes after
+    it: `optax.chain(gcjax.contrib.drop_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: share of the entries to send, in (0, 1].
-      layer_wise: one threshold per leaf instead of one for all, for models whose leaves have gradients of very
-        different magnitude (in the paper, those without layer normalisation). Each leaf then sends at least one entry.
-        The samples are smaller: 65,536 entries in all, but at least 4,096 per leaf.
-      capacity: as in `gcjax.variance_compress`; None for 1/2, 5/4 and 2 times the wanted count.
-      transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      layer_wise: one threshold per leaf, for leaves with gradients of very different magnitude. Each leaf sends at
+        least one entry. The samples are smaller: 65,536 entries in all, but at least 4,096 per leaf.
+      capacity: see docs/common.md; None for 1/2, 5/4 and 2 times the wanted count.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density or capacity out of range.
-      TypeError: for an argument of another type.
-
-    **Randomness**: none; the sampled positions follow from the step. **Bias**: entries are delayed; nothing is lost.
-    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.drop_compress(density=0.25)

@@ -5,7 +5,7 @@ Training of Deep Neural Networks", MLHPC 2016, doi 10.1109/MLHPC.2016.004, the a
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); a float32 mean for each
 leaf's positive class, then one for each leaf's negative class; then the entries, with
-signs of 1 bit, in the layout that `wire` names (`gcjax._sparse.wire`). A word has the sign in bit 31.
+signs of 1 bit, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** (1) The paper codes the gaps between indices with varying length. That has no static size;
 Elias-Fano's code takes its place. (2) The paper adds the messages with an all-reduce of its own that quantises again at
@@ -34,7 +34,6 @@ from gcjax.extend import (
     capacities_for,
     check_capacity,
     check_transport,
-    check_wire,
     class_mean_code,
     compress,
     count_for_density,
@@ -58,40 +57,32 @@ def dryden_compress(
     *,
     capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
-    wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the largest entries of each sign of gradient plus residual as their class's mean.
 
         a = g + e
-        send  m+  where a >=  t+
-              m-  where a <= -t-
+        send  m+  where a >=  t+,  m-  where a <= -t-
         e <- a - sent
 
-    for each leaf, with t+ the value that a share `density` of the leaf's positive entries reaches, t- the same for the
-    magnitudes of its negative ones, and m+ and m- the means of the selected ones.
-    The update is the mean over workers of what they sent. Leaves of up to 4,096 entries have exact thresholds. The
-    thresholds of larger leaves come from a sample (65,536 entries in all, but at least 4,096 per leaf), so the number
-    sent varies: by 4 % (one standard deviation) in a single leaf at density 0.01. Each class sends at least one entry,
-    or all of its entries if the sample has none of them. Equal entries are sent together.
+    For each leaf, a share `density` of its positive entries reaches t+, the same share of the magnitudes of its
+    negative ones t-, and m+ and m- are the means of the selected ones. The update is the mean over workers of the sent
+    entries. The code is biased, which the residual corrects; nothing is lost, and |e|^2 = |a|^2 - |sent|^2 without
+    overflow. Thresholds of leaves above 4,096 entries come from a sample (65,536 entries in all, at least 4,096 per
+    leaf): the number sent varies by 4 % (one standard deviation) in a single leaf at density 0.01. Each class sends at
+    least one entry, or all of its entries if the sample has none of them. Equal entries are sent together.
 
-    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
-    and 64 per leaf. Momentum, weight decay and
-    learning rate come after it: `optax.chain(gcjax.contrib.dryden_compress(0.01), optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100, and 64 per leaf.
+    The optimiser comes after it: `optax.chain(gcjax.contrib.dryden_compress(0.01), optax.sgd(0.1))`.
 
     Args:
-      density: the paper's proportion, share of each class to send, in (0, 1]. May be traced if `capacity` is given.
-      capacity: as in `gcjax.variance_compress`; None for six from 1/4 to 2 times the wanted count.
-      transport, wire: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      density: share of each class to send, in (0, 1]. May be traced if `capacity` is given.
+      capacity: see docs/common.md; None for six from 1/4 to 2 times the wanted count.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density or capacity out of range.
-
-    **Randomness**: none; the sampled positions follow from the step. **Bias**: biased, which the residual corrects;
-    nothing is lost, and |e|^2 = |a|^2 - |sent|^2 without overflow. **Non-finite input**: the
-    update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.dryden_compress(density=0.5)
@@ -105,7 +96,6 @@ def dryden_compress(
         density = static_share("density", density)
     check_capacity(capacity)
     check_transport(transport)
-    check_wire(wire, 1)
     code = class_mean_code()
 
     def wanted(bucket):
@@ -121,9 +111,7 @@ def dryden_compress(
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         mask, means = _select(a, density, bucket, state.step)
-        message = Message(
-            a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means), wire=wire
-        )
+        message = Message(a, mask, code, bucket, capacities_for(capacities(bucket), bucket.entries), float_bits(means))
         exchanged = exchange(message, state.transport, step.comm, step.go)
         new = state.after(exchanged, (a,), step.go, sent_with=tuple(jnp.split(means, 2)))
         return StepResult(exchanged.mean, new, exchanged.report)

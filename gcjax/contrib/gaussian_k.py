@@ -40,35 +40,25 @@ def gaussian_k_compress(
 
         a = g + e
         t = mean(a) - q * std(a)
-        where |a| > t:  send a, e <- 0
-        elsewhere:      e <- a
+        where |a| > t:  send a, e <- 0;  elsewhere:  e <- a
 
     with q the quantile of the normal distribution at half the density, k / (2 d), which is negative. If fewer than 2k/3
-    entries pass, t is halved; if more than 4k/3 pass, it is multiplied by 3/2. Then the entries are counted again,
-    three times at most; the last threshold that was counted is applied. The update is the mean over workers of what
-    they sent.
+    entries pass, t is halved; if more than 4k/3 pass, it is multiplied by 3/2; they are counted three times at most.
+    The update is the mean over workers of the sent entries. Entries are delayed, which biases a step; nothing is lost.
+    The number sent follows the density only while the entries are near normal: expect 0.3 to 3 times k, and 6 times for
+    some distributions. If the mean is far below zero, everything passes. `gcjax.contrib.drop_compress` fits any
+    distribution.
 
-    It needs no sort and no sample, but the number sent follows the density only while the entries are near normal. In
-    practice tails are heavier, especially with error feedback, and the three rounds are coarse: expect 0.3 to 3 times
-    k, and 6 times for some distributions. The mean must be small relative to the standard deviation; if it is far below
-    zero, everything passes. `gcjax.contrib.drop_compress` fits any distribution.
-
-    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
-    learning rate come after it, clipping may come before it: `optax.chain(gcjax.contrib.gaussian_k_compress(0.01),
-    optax.sgd(0.1))`.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. The optimiser comes after
+    it: `optax.chain(gcjax.contrib.gaussian_k_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: wanted share of the entries to send, in (0, 1].
-      capacity: as in `gcjax.variance_compress`; None for 1/2, 4/3 and 4 times k.
-      transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      capacity: see docs/common.md; None for 1/2, 4/3 and 4 times k.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density or capacity out of range.
-      TypeError: for an argument of another type.
-
-    **Randomness**: none. **Bias**: entries are delayed; nothing is lost. **Non-finite input**: the update is NaN on all
-    workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.gaussian_k_compress(density=0.25)

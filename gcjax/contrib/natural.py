@@ -37,29 +37,18 @@ def natural_compress(
         C(t) = sign(t) * 2p  with probability |t| / p - 1
                sign(t) * p   otherwise
 
-    and the update is the mean over workers of C(g). The probability of rounding up is the mantissa of t, so the mean of
-    C(t) is t and its variance at most t^2 / 8: powers of two are sent exactly, and the worst case is 4/3 of a power of
-    two.
+    The update is the mean over workers of C(g). C is unbiased, but below 1e-38 (see the deviations), and its variance
+    at most t^2 / 8. In two phases owners round the mean to the nearest power of two and owe the rest.
 
-    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.distribute`). Wire: 9 bits per parameter, to every other worker ("all_gather")
-    or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker, its owner, which rounds
-    the mean to the nearest power of two and adds what that leaves to the next mean. Momentum, weight decay and learning
-    rate come after it, clipping may come before it: `optax.chain(gcjax.contrib.natural_compress(key=jax.random.key(0)),
-    optax.sgd(0.1))`.
+    State: none; in two phases a float32 per owned parameter. Wire: 9 bits per parameter. The optimiser comes after it:
+    `optax.chain(gcjax.contrib.natural_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      key: random key, the same on all workers.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for an unknown transport.
-      TypeError: for a key of another kind.
-
-    **Randomness**: every worker, step and entry draws its own. **Bias**: none, except at the lower end of
-    float32's range (see the deviations); in two phases owners round to the nearest, which what they owe corrects.
-    **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.contrib.natural_compress(key=jax.random.key(0))

@@ -4,8 +4,8 @@
 1809.07599 (rand-k with memory); Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: Practical Low-Rank
 Gradient Compression for Distributed Optimization", NeurIPS 2019, arXiv 1905.13727 (random block).
 
-**Wire format.** Per bucket one float32 all-reduce of the drawn entries' values, in the order of the draw; and one int32
-all-reduce (maximum) of the number of steps done, which seeds the draw.
+**Wire format.** Per bucket one float32 all-reduce of the drawn entries' values, in the order of the draw, which the
+number of steps done seeds.
 
 **Deviations.** (1) Not every subset can be drawn: the d entries are rotated by a random amount and divided into k
 stretches whose lengths differ by at most one, and one entry is drawn from each. Every entry is drawn with probability
@@ -19,6 +19,7 @@ leaves lie side by side as matrices of 32 rows, and a block there goes along the
 import jax.numpy as jnp
 import optax
 
+from gcjax._jax_compat import equal_everywhere
 from gcjax._kernels.bits import BLOCK, LANES, WORD
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_flag, check_integer, check_random_key, static_share
@@ -51,31 +52,23 @@ def random_k_compress(
         e <- a - y
 
     with S the k entries drawn for this step, k = max(1, floor(density * d)); the update is the mean over workers of y.
-    Without `feedback` nothing is kept and y = (d / k) g at S, which is unbiased.
+    Entries are delayed, nothing is lost, and the mean of |a - y|^2 is (1 - k / d) |a|^2. Without `feedback` nothing is
+    kept and y = (d / k) g at S: unbiased, and the mean of |y - g|^2 is (d / k - 1) |g|^2. The all-reduce does not grow
+    with the number of workers. With `feedback` an entry waits d/k steps on average and then sends the sum: divide the
+    learning rate by about d/k, or the steps overshoot.
 
-    The all-reduce does not grow with the number of workers, unlike the all-gather of methods in which each worker
-    selects its own entries; those reach a better accuracy at equal k. With `feedback` an entry waits d/k steps on
-    average and then sends the sum: divide the learning rate by about d/k, or the steps overshoot.
-
-    State: a float32 per parameter with `feedback`, none without. Wire: 32 bits per sent entry. Momentum, weight decay
-    and learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.contrib.random_k_compress(0.1, key=jax.random.key(0)), optax.sgd(0.01))`.
+    State: a float32 per parameter with `feedback`, none without. Wire: 32 bits per sent entry. The optimiser comes
+    after it: `optax.chain(gcjax.contrib.random_k_compress(0.1, key=jax.random.key(0)), optax.sgd(0.01))`.
 
     Args:
       density: share of the entries to send, in (0, 1].
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
+      key: random key, the same on all workers.
       block: entries per block. Blocks are drawn instead of entries, at least one, which is faster on most devices.
-      feedback: keep what is not sent in a residual; without it, what is sent is scaled by d/k.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      feedback: keep the entries that are not sent in a residual.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density or block out of range.
-      TypeError: for a missing key, or an argument of another type.
-
-    **Randomness**: from `key`, shared: all workers draw the same entries, and new ones in each step. **Bias**: with
-    `feedback` entries are delayed, nothing is lost, and the mean of |a - y|^2 is (1 - k / d) |a|^2. Without it the
-    update is unbiased, and the mean of |y - g|^2 is (d / k - 1) |g|^2. **Non-finite
-    input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.contrib.random_k_compress(density=0.25, key=jax.random.key(0), block=8)
@@ -100,8 +93,7 @@ def random_k_compress(
         size = min(block, entries)
         blocks = -(-entries // size)
         count = count_for_density(density, blocks)
-        number = step.comm.max(state.step)  # equal on all workers already; this makes it typed as equal
-        drawn = _draw(step_key(key, number, bucket), count, blocks)
+        drawn = _draw(step_key(key, equal_everywhere(state.step), bucket), count, blocks)
         within = jnp.arange(size, dtype=jnp.int32)
         place = _place((drawn[:, None] * size + within).reshape(-1), bucket)
         own = x.at[place].get(mode="fill", fill_value=0)  # the last block may extend past the end
@@ -112,7 +104,7 @@ def random_k_compress(
         error = state.error
         if feedback:
             error = x.at[place].set(jnp.where(step.go, 0, own), mode="drop", unique_indices=True)
-        new = CodecState(error, number + step.go, bucket)
+        new = CodecState(error, state.step + step.go, bucket)
         return StepResult(bucket.split(mean), new, dense_report(len(own), 32 * len(own)))
 
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)

@@ -64,22 +64,18 @@ def sign_vote_compress(
 
         update = sign(sum over workers of sign(g)), -1 or +1
 
-    A zero votes plus, and a tie is plus. An entry whose gradient is always zero therefore moves by the learning rate in
-    every step: exclude parameters that few batches use, such as rows of embeddings, with `optax.partition`.
+    A zero votes plus, and a tie is plus: exclude parameters that few batches use, such as rows of embeddings, with
+    `optax.partition`, or they move in every step. The vote is biased, and nothing corrects it: where workers disagree,
+    training ends at the entrywise median of their optima. With noisy and skewed gradients it may not descend at all;
+    `gcjax.ef_sign_compress` corrects the bias. A minority of workers cannot change entries on which the others agree.
 
-    State: none. Wire: 1 bit per parameter each way, for any number of workers. Every entry moves by exactly the
-    learning rate, which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) used 5e-5 for images
-    and 1e-5 for language, and 0.1 and 1.25 for SGD. Learning rate and weight decay come after it:
-    `optax.chain(gcjax.contrib.sign_vote_compress(), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`. Clipping
-    has no effect.
+    State: none. Wire: 1 bit per parameter each way, for any number of workers. Every entry moves by the learning rate,
+    which must be much smaller than that of SGD: Vogels et al. (arXiv 1905.13727) used 5e-5 for images and 1e-5 for
+    language, and 0.1 and 1.25 for SGD. The optimiser comes after it: `optax.chain(gcjax.contrib.sign_vote_compress(),
+    optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
 
     Args:
-      axis_name, inner_axis_name: as in `gcjax.compress`.
-
-    **Randomness**: none. **Bias**: biased, and nothing corrects it: where workers disagree, training ends at the
-    entrywise median of their optima; with noisy and skewed gradients it may not descend at all.
-    `gcjax.ef_sign_compress` corrects the bias. A minority of workers, whatever it sends, cannot change entries on which
-    the others agree. **Non-finite input**: the update is NaN on all workers.
+      axis_name, inner_axis_name: see docs/common.md.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.sign_vote_compress()
@@ -107,20 +103,18 @@ def signum_compress(
         m <- momentum * m + (1 - momentum) * g
         update = sign(sum over workers of sign(m))
 
-    State: a float32 per parameter. Wire: 1 bit per parameter each way, for any number of workers. Zeros, ties and the
-    small learning rate are as in `gcjax.contrib.sign_vote_compress`, which is the same as a momentum of 0. The momentum
-    comes before the vote, so use none after it: `optax.chain(gcjax.contrib.signum_compress(0.9),
-    optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
+    Zeros, ties, bias and the small learning rate are as in `gcjax.contrib.sign_vote_compress`, which has a momentum of
+    0.
+
+    State: a float32 per parameter. Wire: 1 bit per parameter each way, for any number of workers. Use no momentum after
+    it: `optax.chain(gcjax.contrib.signum_compress(0.9), optax.add_decayed_weights(1e-4), optax.sgd(1e-4))`.
 
     Args:
       momentum: beta, in [0, 1). May be traced (`optax.inject_hyperparams`).
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a momentum out of range.
-
-    **Randomness**: none. **Bias**: as `gcjax.contrib.sign_vote_compress`. **Non-finite input**: the update is NaN on
-    all workers and every worker's momentum stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.signum_compress(momentum=0.5)

@@ -4,8 +4,8 @@
 "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, arXiv 1903.04488, with the masked momentum of
 the authors' code.
 
-**Wire format.** Per bucket three all-reduces: the sketch, float32[rows, columns]; the candidates' values,
-float32[candidates * k], in the order of their indices; the number of the step, int32.
+**Wire format.** Per bucket two all-reduces: the sketch, float32[rows, columns]; the candidates' values,
+float32[4 k], in the order of their indices.
 
 **Deviations.** (1) Entries are not hashed one by one. The bucket is divided into stretches of `columns` entries, and a
 row is the sum of the stretches, each rotated by a random amount, of entries with random signs. Two entries of different
@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from gcjax._jax_compat import equal_everywhere
 from gcjax._kernels.bits import WORD, position_of, to_blocks
 from gcjax._kernels.hashing import quick_bits
 from gcjax._sparse.compaction import assign_slots, slot_indices
@@ -50,6 +51,7 @@ from gcjax.extend import (
     unpack_mask,
 )
 
+CANDIDATES = 4  # p_2, per entry sent: their exact values are compared in the second round
 _SIGN = np.uint32(1 << 31)
 
 
@@ -60,46 +62,35 @@ def sketch_compress(
     *,
     key: Array,
     momentum: float = 0.9,
-    candidates: int = 4,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the k entries whose sum over the workers is largest, according to a count sketch.
 
-        u <- momentum * u + g
-        v <- v + u
+        u <- m u + g;  v <- v + u
         S = mean over workers of sketch(v)
-        C = the candidates * k largest of |estimate(S)|
+        C = the 4 k largest of |estimate(S)|
         w = mean over workers of v at C
 
-    and the update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker
-    sets its u and v to zero there. The estimate of an entry is the median over the rows of its cells with their signs
-    undone. A cell holds the entry plus noise of a variance below |m|^2 / columns, with m the mean of the v. To find
-    entries whose square is above |m|^2 / k, `columns` must be several times k. Entries that are missed wait in v.
+    The update is the k entries of w of largest magnitude, k = max(1, floor(density * parameters)); every worker sets
+    its u and v to zero there. An estimate is the median over the rows of the entry's cells with their signs undone:
+    unbiased, but the choice of the largest is biased. A sent entry loses its u. A cell's noise has a variance below
+    |mean v|^2 / columns: to find entries whose square is above |mean v|^2 / k, `columns` must be several times k. Its
+    cost does not grow with the number of workers.
 
-    It finds entries that are large in the sum even if they are not large on any worker, and its cost does not grow with
-    the number of workers. Wire: 32 (rows * columns + candidates * k) bits in two all-reduces; by default 54 words per
-    sent entry, which pays at densities well below 1/54. State: two float32 and a bit per parameter, or one float32 and
-    a bit with `momentum=0`. Momentum is inside; weight decay and clipping come before it, the learning rate comes after
-    it: `optax.chain(gcjax.contrib.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
+    State: two float32 and a bit per parameter, one less with `momentum=0`. Wire: 32 (rows * columns + 4 k) bits, by
+    default 54 words per sent entry. Weight decay comes before it, the learning rate after it:
+    `optax.chain(gcjax.contrib.sketch_compress(0.001, key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
-      density: share of the entries to send, in (0, 1]; static.
-      rows: rows of the sketch, an odd number.
-      columns: cells per row, at most one per entry; None for 10 k, as in the authors' code.
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      momentum: m, in [0, 1); static.
-      candidates: p_2, candidates per entry sent, whose exact values are compared in the second round.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      density: share of the entries to send, in (0, 1].
+      rows, columns: of the sketch: an odd number; cells per row, at most one per entry, None for 10 k.
+      key: random key, the same on all workers.
+      momentum: m, in [0, 1); static. With 0 nothing is lost.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density, momentum or size out of range, or an even number of rows.
-      TypeError: for a missing key, or an argument of another type.
-
-    **Randomness**: from `key`, shared: all workers draw the same sketch, a new one in each step. **Bias**: each cell is
-    an unbiased estimate, but the choice of the largest is biased. Entries are delayed; with `momentum=0` nothing is
-    lost, otherwise an entry loses its u when it is sent. **Non-finite input**: the update is NaN on all workers and
-    every worker's state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.contrib.sketch_compress(density=0.5, key=jax.random.key(0))
@@ -116,7 +107,6 @@ def sketch_compress(
     check_integer("columns", 1 if columns is None else columns, 1)
     check_random_key("key", key)
     check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
-    check_integer("candidates", candidates, 1)
 
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=reset_to_zero, transport="all_gather", arrays=1 if momentum == 0 else 2)
@@ -137,11 +127,10 @@ def sketch_compress(
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
         width = min(10 * k if columns is None else columns, bucket.entries)
-        slots = min(candidates * k, bucket.entries)
+        slots = min(CANDIDATES * k, bucket.entries)
         values = accumulate(state, step.gradient, step.go)
         v = values[0].reshape(-1)
-        # The steps are equal on all workers already; the maximum makes them, and the draw, typed as equal.
-        hashes = _draw(step_key(key, step.comm.max(state.step), bucket), rows, width, bucket.size)
+        hashes = _draw(step_key(key, equal_everywhere(state.step), bucket), rows, width, bucket.size)
         table = step.comm.mean(_sketch(v, hashes, width))
         estimates = _estimate(table, hashes, bucket.size)
         possible = parameters_only(estimates.reshape(bucket.shape), bucket)

@@ -4,7 +4,7 @@
 10.21437/Interspeech.2015-354.
 
 **Wire format.** One uint32 vector per worker and bucket: the number of entries used (1 word); then the entries,
-with signs of 1 bit, in the layout that `wire` names (`gcjax._sparse.wire`). A word has the sign in bit 31.
+with signs of 1 bit, in the compact form of `gcjax._sparse.wire`.
 
 **Deviations.** The paper also compresses the words with Golomb-Rice codes of index gaps. These have no static size;
 Elias-Fano's code takes their place. On overflow the largest entries are sent; the others stay in the residual.
@@ -25,7 +25,6 @@ from gcjax.extend import (
     capacities_for,
     check_capacity,
     check_transport,
-    check_wire,
     compress,
     exchange,
     pack_mask,
@@ -44,7 +43,6 @@ def strom_compress(
     *,
     capacity: float | tuple[int, ...] | None = None,
     transport: str = "auto",
-    wire: str = "compact",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -53,25 +51,19 @@ def strom_compress(
         r <- r + g
         where |r| > tau:  send sign(r), r <- r - tau * sign(r)
 
-    and the update is the mean over workers of tau * sign(r) where sent, zero elsewhere. An entry sends
-    at most one threshold per step: where gradients are much larger, the residual grows without bound. Choose tau by the
-    magnitude of the gradients that the compressor sees. The optimiser with momentum, weight decay and learning rate
-    comes after it: `optax.chain(gcjax.contrib.strom_compress(0.01), optax.sgd(0.1))`.
+    The update is the mean over workers of tau * sign(r) where sent, zero elsewhere. Entries are delayed, which biases a
+    step; nothing is lost. An entry sends at most one threshold per step: where gradients are much larger, the residual
+    grows without bound. Choose tau by the magnitude of the gradients.
 
-    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100,
-    13 at 1/1000.
+    State: a float32 and a bit per parameter. Wire: 5 bits per sent entry at density 1/4, 9.6 at 1/100, 13 at 1/1000.
+    The optimiser comes after it: `optax.chain(gcjax.contrib.strom_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       threshold: tau, above 0. May be traced (`optax.inject_hyperparams`).
-      capacity: as in `gcjax.variance_compress`.
-      transport, wire: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      capacity, transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a threshold or capacity out of range.
-
-    **Randomness**: none. **Bias**: entries are delayed; nothing is lost. **Non-finite input**: the update is NaN on all
-    workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.contrib.strom_compress(threshold=0.5)
@@ -84,7 +76,6 @@ def strom_compress(
     check_number("threshold", threshold, 0.0)
     check_capacity(capacity)
     check_transport(transport)
-    check_wire(wire, 1)
     code = sign_code(threshold)
 
     def init(bucket: Bucket) -> SparseState:
@@ -94,7 +85,7 @@ def strom_compress(
         bucket = state.bucket
         (r,) = state.take_in(add_gradient, step.gradient, go=step.go)
         slots = capacities_for(capacity, bucket.entries)
-        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots, wire=wire)
+        message = Message(r, pack_mask(jnp.abs(r) > threshold), code, bucket, slots)
         exchanged = exchange(message, state.transport, step.comm, step.go)
         new = state.after(exchanged, (r,), step.go, sent_with=jnp.float32(threshold))
         return StepResult(exchanged.mean, new, exchanged.report)

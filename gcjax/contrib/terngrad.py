@@ -58,35 +58,23 @@ def terngrad_compress(
         s = max(|c|)
         t = sign(c) with probability |c| / s, else 0
 
-    for each leaf, and the update is the mean over workers of s t. With aggregate="sum", s is the largest of all workers
-    (the paper's scaler sharing). The variance of an entry is s |c| - c**2. It grows with the largest entry, hence the
-    clipping.
+    for each leaf; the update is the mean over workers of s t. "sum" takes the largest s of all workers (the paper's
+    scaler sharing). The draw is unbiased, with variance s |c| - c**2; clipping is not: where workers disagree it moves
+    the optimum, and clip=None reaches it, at the price of more variance. Owners round to the nearest and owe the rest.
 
-    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.distribute`). Wire, with p workers: "sum" all-reduces 2, 4, 8 or 16 bits per
-    parameter (for p up to 1, 7, 127, 32767), and 32 per leaf. "gather" sends 2 bits per parameter and 32 per
-    leaf, to every other worker ("all_gather") or twice in all ("two_phase"); "auto" moves less than "sum". In two
-    phases each leaf is cut into a piece for each worker, its owner, which rounds the mean to 0 or to plus or minus the
-    largest of the piece, and adds what that leaves to the next mean. Momentum, weight decay and learning rate come
-    after it, and no clipping is needed before it: `optax.chain(gcjax.contrib.terngrad_compress(key=jax.random.key(0)),
-    optax.sgd(0.1))`. The authors leave out the last layer (`optax.partition`). Where workers disagree, clipping moves
-    the point at which the mean gradient is zero; to reach the common optimum use clip=None, at the price of more
-    variance.
+    State: none; in two phases a float32 per owned parameter. Wire: "sum" all-reduces 2, 4, 8 or 16 bits per parameter
+    (up to 1, 7, 127, 32767 workers), "gather" sends 2; both add 32 per leaf. The optimiser comes after it:
+    `optax.chain(gcjax.contrib.terngrad_compress(key=jax.random.key(0)), optax.sgd(0.1))`. The authors leave out the
+    last layer (`optax.partition`).
 
     Args:
       clip: c, above 0; None for no clipping.
       aggregate: "sum" or "gather".
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: of "gather", as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      key: random key, the same on all workers.
+      transport, axis_name, inner_axis_name: see docs/common.md. A transport needs "gather".
 
     Raises:
       ValueError: for an argument out of range; for a transport of "sum", which has no choice.
-      TypeError: for an argument of the wrong type.
-
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none except from clipping; in
-    two phases owners round to the nearest, which what they owe corrects.
-    **Non-finite input**: the update is NaN on all workers and the state stays as it was.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.contrib.terngrad_compress(key=jax.random.key(0))

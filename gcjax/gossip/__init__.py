@@ -1,12 +1,13 @@
 """Training without a global round: SwarmSGD and the decentralised family."""
 
+from gcjax._core.info import GossipInfo
+from gcjax._core.own_models import GossipState
 from gcjax.gossip._d_psgd import d_psgd
 from gcjax.gossip._graphs import spectral_gap
 from gcjax.gossip._local_sgd import local_sgd
+from gcjax.gossip._models import ConsensusDistance, consensus_distance, mean_params, worker_params
 from gcjax.gossip._sgp import sgp
 from gcjax.gossip._simulate.api import Curves, simulate
-from gcjax.gossip._state import GossipInfo, GossipState, info
-from gcjax.gossip._step import ConsensusDistance, consensus_distance, make_train_step, mean_params, worker_params
 from gcjax.gossip._swarm import swarm_average
 
 __all__ = [
@@ -16,9 +17,7 @@ __all__ = [
     "GossipState",
     "consensus_distance",
     "d_psgd",
-    "info",
     "local_sgd",
-    "make_train_step",
     "mean_params",
     "sgp",
     "simulate",

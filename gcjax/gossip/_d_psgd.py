@@ -18,7 +18,6 @@ from gcjax._types import AxisNames, PyTree
 from gcjax.gossip._graphs import Graph, adjacency, check_graph, mixing_matrix
 from gcjax.gossip._matchings import rounds
 from gcjax.gossip._periodic import (
-    Exchange,
     ExchangeInput,
     ExchangeResult,
     leaves_of,
@@ -82,4 +81,4 @@ def d_psgd(graph: Graph = "ring", *, axis_name: AxisNames = None) -> optax.Gradi
         degree = jnp.asarray(degrees, jnp.uint32)[inputs.rank]
         return ExchangeResult(leaves_of(inputs.layout, changes), method, degree * length, True)
 
-    return periodic_exchange(lambda params: (), [Exchange(exchange, 1)], 1, axis_name)
+    return periodic_exchange(lambda params: (), exchange, 1, axis_name)

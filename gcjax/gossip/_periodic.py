@@ -12,21 +12,20 @@ from jax import lax
 
 from gcjax._comm.collectives import axis_size, axis_tuple, send, worker_index
 from gcjax._core.checks import check_countable
+from gcjax._core.own_models import GossipState, Traffic
 from gcjax._core.per_worker import PerWorker
 from gcjax._jax_compat import tracks_variation, unchecked_axes, vary, vary_like, varying_axes
 from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.layout import Layout, flatten, layout_of, path_name, unflatten
-from gcjax._training.frozen import merge_params
 from gcjax._types import Array, ArrayLike, AxisNames, PyTree
 from gcjax._validation import check_integer
-from gcjax.gossip._state import GossipState, Traffic
 
 
 class ExchangeInput(NamedTuple):
     """What a method sees of one exchange.
 
     Attributes:
-      layout: of the updates, or of the part of them that the exchange is about.
+      layout: of the updates.
       params_layout: of the parameters, which may have another dtype.
       params: this worker's parameters before the update: the leaves of each bucket, float32.
       updates: this worker's local update, likewise.
@@ -66,20 +65,6 @@ class ExchangeResult(NamedTuple):
     words: ArrayLike
     took_part: ArrayLike
     failed: ArrayLike = False
-
-
-class Exchange(NamedTuple):
-    """What a method does once in every `local_steps` updates.
-
-    Attributes:
-      run: run(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
-      at: number of the first update in which it runs, counted from 1; at most 2 * local_steps.
-      part: part(tree) -> the tree with None in place of the leaves that the exchange leaves alone.
-    """
-
-    run: Callable[[ExchangeInput, Any], ExchangeResult]
-    at: int
-    part: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
 def vectors_of(buckets: Sequence[Sequence[Array]]) -> list[Array]:
@@ -122,34 +107,29 @@ def check_alone(inputs: ExchangeInput, own: PyTree) -> None:
 
 def periodic_exchange(
     init_method: Callable[[PyTree], PyTree],
-    exchanges: Sequence[Exchange],
+    exchange: Callable[[ExchangeInput, Any], ExchangeResult],
     local_steps: int,
     axis_name: AxisNames,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transform that exchanges once in every `local_steps` updates.
+    """A transform that exchanges in every `local_steps`-th update.
 
     Args:
       init_method: init_method(params) -> the method's first state.
-      exchanges: what is exchanged, each at its own time.
-      local_steps: updates from one run of an exchange to its next.
+      exchange: exchange(inputs, method_state) -> `ExchangeResult`. It must return the state with the same types.
+      local_steps: updates from one exchange to the next.
       axis_name: mesh axis or axes of the workers; None for a single worker.
     """
     axes = axis_tuple(axis_name)
     check_integer("local_steps", local_steps, 1)
-    # What runs in each update of the first period, in which some exchanges may not yet have begun, and of all others.
-    running = [
-        tuple(e for e in exchanges if update >= e.at and (update - e.at) % local_steps == 0)
-        for update in range(1, 2 * local_steps + 1)
-    ]
-    choices = list(dict.fromkeys(running))
-    choice_of = np.array([choices.index(now) for now in running], np.int32)
 
     def init(params: PyTree) -> GossipState:
         layout_of(params)
         return GossipState(jnp.int32(0), PerWorker.pack(Traffic.zero(), axes), init_method(params))
 
-    def update(updates, state, params=None, **extra_args):
+    def update(updates, state, params=None, *, skips=None, **extra_args):
         del extra_args
+        if skips is not None:  # bool: this worker's own update is bad; it takes part in the exchange without it
+            updates = jax.tree.map(lambda u: jnp.where(skips, 0, u).astype(u.dtype), updates)
         layout = layout_of(updates)
         workers = axis_size(axes) if axes else 1
         traffic = state.traffic.unpack()
@@ -159,33 +139,28 @@ def periodic_exchange(
         check_countable(layout.entries)
         rank = worker_index(axes) if axes else jnp.int32(0)
 
-        def exchange_now(now, updates, traffic, method):
-            old, words = (updates, traffic, method), jnp.uint32(0)
-            took_part: ArrayLike = False
-            failed: ArrayLike = False
-            for exchange in now:
-                whole, own = updates, exchange.part(params)
-                layout, params_layout = layout_of(exchange.part(whole)), layout_of(own)
-                local, number = flatten(layout, exchange.part(whole)), state.step // local_steps
-                own = flatten(params_layout, own)
-                inputs = ExchangeInput(layout, params_layout, own, local, number, axes, workers, rank)
-                result = exchange.run(inputs, method)
-                total, method = jax.tree.map(jnp.add, local, result.changes), result.method
-                updates = merge_params(unflatten(layout, total, keep_infinities=True), whole)
-                words = words + jnp.asarray(result.words, jnp.uint32)
-                took_part, failed = took_part | result.took_part, failed | result.failed
-            return jax.tree.map(vary_like, (updates, traffic.after(words, took_part, failed), method), old)
+        def exchange_now(*old):
+            updates, traffic, method = old
+            params_layout, local, number = layout_of(params), flatten(layout, updates), state.step // local_steps
+            own = flatten(params_layout, params)
+            inputs = ExchangeInput(layout, params_layout, own, local, number, axes, workers, rank)
+            result = exchange(inputs, method)
+            total = jax.tree.map(jnp.add, local, result.changes)
+            updates = unflatten(layout, total, keep_infinities=True)
+            traffic = traffic.after(result.words, result.took_part, result.failed)
+            return jax.tree.map(vary_like, (updates, traffic, result.method), old)
+
+        def stay(*old):
+            updates, traffic, method = old
+            return jax.tree.map(vary_like, (updates, traffic.after(0, False, False), method), old)
 
         # Typed as varying even where equal, because scan and cond need types to stay the same.
         over = axes if tracks_variation(axes) else ()
         local = (*vary((updates, traffic), over), state.method)
-        runs = [functools.partial(exchange_now, now) for now in choices]
-        if len(runs) == 1:
-            updates, traffic, method = runs[0](*local)
-        else:
-            # All workers have the same step count, so either all of them exchange or none does.
-            step = jnp.where(state.step < local_steps, state.step, local_steps + state.step % local_steps)
-            updates, traffic, method = lax.switch(jnp.asarray(choice_of)[step], runs, *local)
+        # All workers have the same step count, so either all of them exchange or none does.
+        is_last = state.step % local_steps == local_steps - 1
+        run = exchange_now(*local) if local_steps == 1 else lax.cond(is_last, exchange_now, stay, *local)
+        updates, traffic, method = run
         return updates, GossipState(state.step + 1, PerWorker.pack(traffic, axes), method)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -204,5 +179,5 @@ def _check_params(layout: Layout, params: PyTree, axes: tuple[str, ...]) -> None
         if shared := [axis for axis in axes if axis not in varying_axes(leaf)]:
             raise ValueError(
                 f"params leaf {path_name(path)} is the same for all workers along {shared}, but gossip needs one per "
-                "worker. Use gcjax.gossip.make_train_step, or place params with gcjax.gossip.worker_params"
+                "worker. Use gcjax.make_train_step, or place params with gcjax.gossip.worker_params"
             )

@@ -19,7 +19,6 @@ from gcjax._types import AxisNames
 from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._matchings import rounds
 from gcjax.gossip._periodic import (
-    Exchange,
     ExchangeInput,
     ExchangeResult,
     leaves_of,
@@ -40,7 +39,7 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
     with the incoming updates u. P is column stochastic: a worker keeps half and sends half, or keeps everything if it
     has no neighbour in this round. **The parameters are z, the de-biased ones**: the gradient is taken at them. The
     weights start at 1 and sum to the number of workers. They stay 1 if every worker sends and receives in every round,
-    as on the exponential graph. `gcjax.gossip.info` returns them, and `mean_params` takes them. It ends a chain. An
+    as on the exponential graph. `gcjax.info` returns them, and `mean_params` takes them. It ends a chain. An
     update sends at most one model, 4 bytes per parameter.
 
     Args:
@@ -81,4 +80,4 @@ def sgp(graph: Graph = "exponential", *, axis_name: AxisNames = None) -> optax.G
         words = jnp.where(sends, inputs.layout.entries + 1, 0)
         return ExchangeResult(changes, PerWorker.pack(weight, axes), words, sends)
 
-    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), [Exchange(exchange, 1)], 1, axis_name)
+    return periodic_exchange(lambda params: PerWorker.pack(jnp.float32(1), axes), exchange, 1, axis_name)

@@ -32,7 +32,6 @@ from gcjax.gossip._graphs import Graph, check_graph
 from gcjax.gossip._lattice import FINEST, decode, encode_points, lattice_points, margin, scale_for
 from gcjax.gossip._matchings import matchings
 from gcjax.gossip._periodic import (
-    Exchange,
     ExchangeInput,
     ExchangeResult,
     leaves_of,
@@ -118,9 +117,7 @@ def swarm_average(
             return ExchangeResult(changes, (), jnp.where(paired, inputs.layout.entries, 0), paired)
         return _on_lattice(inputs, models, paired, swap, margins, bits, key)
 
-    return periodic_exchange(
-        in_32_bits(init_method), [Exchange(in_32_bits(exchange), local_steps)], local_steps, axis_name
-    )
+    return periodic_exchange(in_32_bits(init_method), in_32_bits(exchange), local_steps, axis_name)
 
 
 def _on_lattice(

@@ -36,19 +36,16 @@ def dense_compress(
 ) -> optax.GradientTransformationExtraArgs:
     """The mean of the workers' gradients, sent whole: 4 or 2 bytes per parameter.
 
+    State: none. 16-bit values are rounded to the nearest, in two phases the mean as well; the rounding error is not
+    kept.
+
     Args:
       dtype: dtype on the wire: "float32", "bfloat16" or "float16", or such a dtype. float16 turns magnitudes above
         65,504 into infinities.
-      transport: of 16-bit values: to every other worker ("all_gather"), which moves more bytes than float32 from 5
-        workers on; to their owner and from it to all ("two_phase"), which moves half the bytes of float32; or "auto"
-        for the one that moves fewer bytes, two phases from 3 workers on. float32 values are all-reduced.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      transport, axis_name, inner_axis_name: see docs/common.md. float32 values are all-reduced, by "auto" alone.
 
     Raises:
       ValueError: for another dtype; for another transport than "auto" with float32.
-
-    **Randomness**: none. **Bias**: 16-bit values are rounded to the nearest, in two phases the mean as well; nothing
-    is kept. **Non-finite input**: NaN on all workers.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.dense_compress()

@@ -31,28 +31,19 @@ def ef_sign_compress(
         y = mean(|a|) * sign(a)
         e <- a - y
 
-    with the mean over the leaf; the update is the mean over workers of y. A zero is sent as plus.
+    The mean is over the leaf, the update is the mean over workers of y, and a zero is sent as plus. The code is biased,
+    which the residual corrects: sum(e**2) <= sum(a**2) - sum(|a|)**2 / d. In two phases every owner's piece of a leaf
+    has its own scale. Zeros that pad the last pieces count in the means: of a leaf of 57 entries on 8 workers the last
+    entry is at first sent as an eighth of itself.
 
-    In two phases each leaf is cut into a piece for each worker, its owner, and every piece has a scale of its own. The
-    owner adds what it still owes to the mean over workers of y, and sends the sum in the same way. What this leaves, it
-    owes. Zeros pad the last pieces to equal length and count in their means, so that what these send is too small at
-    first: of a leaf of 57 entries on 8 workers the last entry is sent as an eighth of itself.
-
-    State: a float32 per parameter; in two phases with p workers 1/p more, so the state is initialised where the number
-    of workers is known (`gcjax.distribute`). Wire: 1 bit per parameter and 32 per leaf, to every other worker
-    ("all_gather") or twice in all with 32 per piece ("two_phase"). Learning rate, weight decay and momentum come after
-    it: `optax.chain(gcjax.ef_sign_compress(), optax.sgd(0.1))`.
+    State: a float32 per parameter; in two phases one more per owned parameter. Wire: 1 bit per parameter and 32 per
+    leaf or piece. The optimiser comes after it: `optax.chain(gcjax.ef_sign_compress(), optax.sgd(0.1))`.
 
     Args:
-      transport: "all_gather", "two_phase", or "auto" for the one that moves fewer bytes: two phases from 3 workers on,
-        unless the leaves are small.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for an unknown transport.
-
-    **Randomness**: none. **Bias**: biased, which the residual corrects: sum(e**2) <= sum(a**2) - sum(|a|)**2 / d.
-    **Non-finite input**: the update is NaN on all workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.ef_sign_compress()

@@ -62,25 +62,21 @@ def onebit_compress(
     """Sends the sign of every entry of gradient plus residual, and for each column the mean of each sign.
 
         a = g + e
-        y = m+  where a >= 0
-            m-  where a < 0
+        y = m+  where a >= 0,  m-  where a < 0
         e <- a - y
 
-    with m+ the mean of those entries of a column that are at least 0, and m- the mean of the negative ones. The owner
-    of a column takes the mean of y over the workers, with its own a unquantised, and adds the error of its last mean.
-    It compresses the result in the same way and sends it to all; what they decode is the update. The docstring of the
-    module says what counts as a column.
+    with m+ the mean of a column's entries of at least 0, and m- that of the negative ones; the module's docstring
+    defines columns. The owner of a column takes the mean of y over the workers, with its own a unquantised, and adds
+    the error of its last mean. It codes the result in the same way for all, and its decoded code is the update. The
+    code is biased, which the residual corrects; nothing is lost.
 
-    State: a float32 per parameter. Wire: 1 bit per parameter and 64 per column each way, for any number of workers;
-    1 + 64 / r bits per entry for a layer of r inputs. With few rows that saves little, and the columns of a leaf are
-    padded to a multiple of the number of workers: send small leaves dense (`optax.partition`), as the paper does.
-    Momentum, weight decay and learning rate come after it: `optax.chain(gcjax.onebit_compress(), optax.sgd(0.1))`.
+    State: a float32 per parameter. Wire: 1 bit per parameter and 64 per column each way, for any number of workers.
+    Columns of few rows save little, and those of a leaf are padded to a multiple of the workers: send small leaves
+    dense (`optax.partition`), as the paper does. The optimiser comes after it: `optax.chain(gcjax.onebit_compress(),
+    optax.sgd(0.1))`.
 
     Args:
-      axis_name, inner_axis_name: as in `gcjax.compress`.
-
-    **Randomness**: none. **Bias**: biased, which the residual corrects; nothing is lost. **Non-finite input**: the
-    update is NaN on all workers and every worker's state stays as it was.
+      axis_name, inner_axis_name: see docs/common.md.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.onebit_compress()

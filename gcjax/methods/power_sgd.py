@@ -4,8 +4,7 @@
 Distributed Optimization", NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
 
 **Wire format.** Two float32 all-reduces per bucket: the left factors P of all matrices, r * n values each, followed by
-the leaves that are sent whole; then the right factors Q, r * m values each. Before `start_step`, one all-reduce of
-everything. With a `start_step` above 0, every step also all-reduces an int32.
+the leaves that are sent whole; then the right factors Q, r * m values each.
 
 **Deviations.** A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes: the paper's
 [outputs, rest] transposed, because the kernels of JAX's libraries have their outputs last. The bytes are the same. The
@@ -16,21 +15,21 @@ orthogonalises twice, and a column that depends on the earlier ones up to roundi
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from gcjax._jax_compat import zeros
 from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
-from gcjax._types import Array, AxisNames, PyTree
-from gcjax._validation import check_integer, check_number, check_random_key
+from gcjax._types import Array, AxisNames
+from gcjax._validation import check_integer, check_random_key
 from gcjax.extend import Bucket, Comm, Compressor, Mixing, StepResult, compress, dense_report
+
+MIN_RATE = 2  # a matrix is compressed if this makes it smaller by at least this factor
+EPSILON = 1e-6  # a column of P counts as zero if its projection off the earlier ones has no more than this share
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +43,6 @@ class PowerSGDState:
       left: for each batch float32[b, rank, rows], the columns of P of the last update, zero before the first. Equal on
         all workers.
       right: for each batch float32[b, rank, columns], the columns of Q, likewise.
-      whole: bool, the last update sent all of M.
       step: int32, updates done.
       layout: which leaves are matrices. Static.
     """
@@ -52,7 +50,6 @@ class PowerSGDState:
     accumulated: tuple[Array, ...]
     left: tuple[Array, ...]
     right: tuple[Array, ...]
-    whole: Array
     step: Array
     layout: Matrices = dataclasses.field(metadata={"static": True})
 
@@ -74,7 +71,7 @@ class PowerSGDState:
         for e, p, q in zip(self.accumulated, self.left, self.right, strict=True):
             for k in range(p.shape[1]):  # not a matrix product: XLA fuses this with what follows
                 e = e - p[:, k, :, None] * q[:, k, None, :]
-            errors.append(jnp.where(self.whole, 0, e))
+            errors.append(e)
         return errors
 
     def mixed(self, mixing: Mixing) -> "PowerSGDState":
@@ -83,7 +80,7 @@ class PowerSGDState:
             self,
             accumulated=mixing.means(errors),
             left=mixing.zeros(self.left),
-            **mixing.equal({"right": self.right, "whole": self.whole, "step": self.step}),
+            **mixing.equal({"right": self.right, "step": self.step}),
         )
 
 
@@ -91,9 +88,6 @@ def power_sgd_compress(
     rank: int = 2,
     *,
     key: Array,
-    min_rate: float = 2.0,
-    start_step: int = 0,
-    epsilon: float = 1e-6,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -104,37 +98,22 @@ def power_sgd_compress(
         Q <- mean(M^T P)
         e <- M - P Q^T
 
-    and the update is P Q^T = P P^T mean(M): the mean over workers, projected on r directions.
-    Every step starts from the last Q, so that the directions follow the largest singular vectors. A worker's e is its
-    own M minus the common update; the mean of e over the workers is what has not been sent yet.
+    The update is P Q^T, the mean of M over workers, projected on r directions: biased, which the residual corrects. Q
+    starts from a normal draw and then from the last Q, so the directions follow the largest singular vectors. A leaf of
+    shape (..., m) is an n x m matrix. Matrices that the factors do not halve, vectors, scalars and leaves above 2**28
+    entries are sent whole: do not stack the layers of a large model into one leaf.
 
-    A leaf of shape (..., m) is an n x m matrix, with n the product of the other axes, and sends r (n + m) values
-    instead of n m. Vectors, scalars and matrices for which that does not pay are sent whole.
-    A leaf above 2**28 entries is also sent whole: do not stack the layers of a large model into one leaf.
-
-    State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Time: 8 r operations per
-    parameter. Momentum, weight decay and learning rate come after it:
-    `optax.chain(gcjax.power_sgd_compress(key=key), optax.sgd(0.1, momentum=0.9, nesterov=True))`.
+    State: a float32 per parameter of the compressed leaves, and r (n + m) per matrix. Wire: 32 r (n + m) bits per
+    matrix, whose values `gcjax.info` counts as entries. The optimiser comes after it: `optax.chain(
+    gcjax.power_sgd_compress(key=key), optax.sgd(0.1, momentum=0.9, nesterov=True))`.
 
     Args:
       rank: r, columns of the factors, at least 1; 1 to 4 in the paper.
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      min_rate: a matrix is compressed if this makes it smaller by at least this factor, which is at least 1.
-      start_step: number of first updates, in which the gradient changes fast, that send everything whole.
-      epsilon: in [0, 1). A column of P counts as zero if no more than this share of it is left after its projection on
-        the earlier columns is removed.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`. What `gcjax.info` counts as sent entries are the values on the wire.
+      key: random key, the same on all workers.
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      TypeError: if rank or start_step is not an int, or key is not a key.
-      ValueError: for a rank, min_rate, start_step or epsilon out of range.
-
-    **Randomness**: shared; only for the first Q, drawn from a normal distribution, and for columns of Q that are zero.
-    **Bias**: biased, which the residual corrects. **Non-finite input**: the update is NaN on all workers and every
-    worker's state stays as it was.
+      ValueError: for a rank below 1.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.power_sgd_compress(rank=1, key=jax.random.key(0))
@@ -144,13 +123,10 @@ def power_sgd_compress(
     [12] True
     """
     check_integer("rank", rank, 1)
-    check_integer("start_step", start_step, 0)
-    check_number("min_rate", min_rate, 1.0, low_included=True)
-    check_number("epsilon", epsilon, 0.0, 1.0, low_included=True, high_included=False)
     check_random_key("key", key)
 
     def pays(rows: int, columns: int) -> bool:
-        return min_rate * rank * (rows + columns) <= rows * columns
+        return MIN_RATE * rank * (rows + columns) <= rows * columns
 
     def init(bucket: Bucket) -> PowerSGDState:
         layout = matrices_of(bucket, pays)
@@ -158,7 +134,6 @@ def power_sgd_compress(
             accumulated=tuple(jnp.zeros((len(b), b.rows, b.columns)) for b in layout.batches),
             left=tuple(jnp.zeros((len(b), rank, b.rows)) for b in layout.batches),
             right=tuple(jnp.zeros((len(b), rank, b.columns)) for b in layout.batches),
-            whole=jnp.bool_(False),
             step=jnp.int32(0),
             layout=layout,
         )
@@ -170,37 +145,23 @@ def power_sgd_compress(
         matrices = tuple(
             jnp.where(step.go, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
         )
-        given = state, matrices, others, jnp.where(step.go, 0, jnp.nan)
-
-        values = others.size + sum(factor.size for factor in (*state.left, *state.right))
-        report = dense_report(values, 32 * values)
-        if start_step == 0:
-            started = jnp.bool_(True)
-            mean, left, right = low_rank(step.comm, *given)
-        else:
-            started = step.comm.max(state.step) >= start_step  # equal on all workers already; now typed as equal
-            branch = step.comm.metered()
-            low_rank_branch, dense_branch = (_metered(mean, branch, *given) for mean in (low_rank, _dense))
-            mean, left, right, wire_bytes = lax.cond(started, low_rank_branch, dense_branch)
-            count = jnp.where(started, values, layout.bucket.entries)
-            report = dense_report(count, 32 * count)._replace(wire_bytes=wire_bytes)
+        fill = jnp.where(step.go, 0, jnp.nan)
+        mean, left, right = _low_rank(key, step.comm, state, matrices, others, fill)
         new = PowerSGDState(
             accumulated=matrices,
             left=tuple(jnp.where(step.go, p, old) for p, old in zip(left, state.left, strict=True)),
             right=tuple(jnp.where(step.go, q, old) for q, old in zip(right, state.right, strict=True)),
-            whole=jnp.where(step.go, ~started, state.whole),
             step=state.step + step.go,
             layout=layout,
         )
-        return StepResult(mean, new, report)
+        values = others.size + sum(factor.size for factor in (*left, *right))
+        return StepResult(mean, new, dense_report(values, 32 * values))
 
-    low_rank = functools.partial(_low_rank, key, epsilon)
     return compress(Compressor(init, update), axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
 def _low_rank(
     key: Array,
-    epsilon: float,
     comm: Comm,
     state: PowerSGDState,
     matrices: Sequence[Array],
@@ -212,21 +173,11 @@ def _low_rank(
     start = [_unit_or(q, draw) for q, draw in zip(state.right, draws, strict=True)]
     left = [multiply("brm,bnm->brn", q, m) for q, m in zip(start, matrices, strict=True)]
     *left, mean_others = _means([*left, others], comm)
-    left = [orthonormal(p, epsilon) for p in left]
+    left = [orthonormal(p, EPSILON) for p in left]
     right = [multiply("brn,bnm->brm", p, m) for p, m in zip(left, matrices, strict=True)]
     right = _means(right, comm) if right else []
     out = [multiply("brn,brm->bnm", p + fill, q) for p, q in zip(left, right, strict=True)]
     return state.layout.leaves(out, mean_others + fill), left, right
-
-
-def _dense(
-    comm: Comm, state: PowerSGDState, matrices: Sequence[Array], others: Array, fill: Array
-) -> tuple[tuple[Array, ...], list[Array], list[Array]]:
-    """As `_low_rank`, with everything sent whole, and zero factors."""
-    *out, mean_others = _means([*matrices, others], comm)
-    mean = state.layout.leaves([y + fill for y in out], mean_others + fill)
-    left, right = ([zeros(x.shape, x.dtype, mean) for x in factors] for factors in (state.left, state.right))
-    return mean, left, right
 
 
 def _draw(key: Array, step: Array, batch: Batch, like: Array) -> Array:
@@ -239,17 +190,6 @@ def _draw(key: Array, step: Array, batch: Batch, like: Array) -> Array:
 def _means(arrays: Sequence[Array], comm: Comm) -> list[Array]:
     """The mean over workers of each array, in one all-reduce."""
     return split_vector(comm.mean(jnp.concatenate([x.ravel() for x in arrays])), [x.shape for x in arrays])
-
-
-def _metered(mean: Callable[..., tuple], branch: Callable[[], Comm], *args: PyTree) -> Callable[[], tuple]:
-    """A branch that returns the results of mean(branch(), *args) and the bytes moved."""
-
-    def run():
-        metered = branch()
-        results = mean(metered, *args)
-        return *results, jnp.float32(metered.bytes_moved())
-
-    return run
 
 
 def _unit_or(q: Array, draw: Array) -> Array:

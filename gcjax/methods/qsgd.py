@@ -11,7 +11,7 @@ In two phases: such a vector to each owner, for its pieces of the leaves; then o
 
 **Deviations.** The paper's blocks are consecutive entries; these are tiles of 32 rows. Its Elias coding has no static
 size; these words are packed. s is 2**(bits - 1) - 1, which fits into `bits` bits with the sign; the paper leaves it
-free. bits=1 leaves no level, so the sign is drawn, which the paper does not have.
+free. The norm of a block is its maximum, as in the paper's experiments; its theorems have the 2-norm.
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import optax
 from gcjax._kernels.bits import WORD
 from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, AxisNames
-from gcjax._validation import check_choice, check_integer, check_random_key
+from gcjax._validation import check_integer, check_random_key
 from gcjax.extend import (
     bits_float,
     block_groups,
@@ -37,7 +37,6 @@ def qsgd_compress(
     bits: int = 4,
     bucket_size: int = 512,
     *,
-    norm: str = "max",
     key: Array,
     transport: str = "all_gather",
     axis_name: AxisNames = None,
@@ -45,42 +44,26 @@ def qsgd_compress(
 ) -> optax.GradientTransformationExtraArgs:
     """Sends the sign of every entry and one of s + 1 levels, relative to the norm of its block.
 
-        l = floor(s |x_i| / norm)
+        l = floor(s |x_i| / norm),  s = 2**(bits - 1) - 1
         Q(x_i) = norm * sign(x_i) * (l + 1) / s   with probability s |x_i| / norm - l
                  norm * sign(x_i) * l / s         otherwise
 
-    with s = 2**(bits - 1) - 1 and the norm of the entry's block; the update is the mean over workers of Q(g). With 1
-    bit every entry is sent as plus or minus the norm, plus with probability (1 + x_i / norm) / 2. For the 2-norm over d
-    entries, the squared error is at most min(d / s^2, sqrt(d) / s) of |x|^2 in expectation, and few entries are not
-    zero when s is below sqrt(d). The maximum norm, which the paper uses in its experiments and which is the default
-    here, spends all levels on the range that occurs: with 4 bits and blocks of 512 normally distributed entries the
-    squared error is 0.036 of the squared gradient, and 1.6 with the 2-norm.
+    The norm is the maximum of the entry's block; the update is the mean over workers of Q(g), which is unbiased. With 4
+    bits and blocks of 512 normal entries the squared error is 0.036 of the squared gradient. In two phases a block
+    never spans two owners' pieces; owners round the mean to the nearest level and owe the rest. Workers have no error
+    feedback: it would diverge where the variance exceeds the squared gradient.
 
-    State: none; in two phases with p workers a float32 for each p-th parameter, so the state is initialised where the
-    number of workers is known (`gcjax.distribute`). Wire: `bits` bits per parameter and 32 per block, to every other
-    worker ("all_gather") or twice in all ("two_phase"). In two phases each leaf is cut into a piece for each worker,
-    its owner, and a block never spans two pieces. The owner rounds the mean to the nearest level of its block's maximum
-    (with 1 bit, to its mean magnitude, in which padding counts as zeros) and adds what that leaves to the next mean.
-    Workers have no error feedback: it would diverge where the variance exceeds the squared gradient. Momentum, weight
-    decay and learning rate come after it, clipping may come before it:
-    `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
+    State: none; in two phases a float32 per owned parameter. Wire: `bits` bits per parameter and 32 per block. The
+    optimiser comes after it: `optax.chain(gcjax.qsgd_compress(key=jax.random.key(0)), optax.sgd(0.1))`.
 
     Args:
-      bits: b, bits per entry with the sign, 1 to 8.
-      bucket_size: entries per block, which share a norm; a multiple of 32. A block never spans two leaves.
-      norm: "max" or "l2".
-      key: random key, made by `jax.random.key(seed)`; the same on all workers.
-      transport: as in `gcjax.ef_sign_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      bits: b, bits per entry with the sign, 2 to 8.
+      bucket_size: entries per block; a multiple of 32. A block never spans two leaves.
+      key: random key, the same on all workers.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      ValueError: for an argument out of range or an unknown transport; for bits=1 with norm="l2", whose variance would
-        be d - 1 times the squared gradient.
-      TypeError: for an argument of the wrong type.
-
-    **Randomness**: every worker, step and entry draws its own, with 24 bits. **Bias**: none; in two phases owners round
-    to the nearest, which what they owe corrects. **Non-finite input**: the
-    update is NaN on all workers and the state stays as it was.
+      ValueError: for an argument out of range or an unknown transport.
 
     >>> import gcjax, jax, jax.numpy as jnp
     >>> tx = gcjax.qsgd_compress(bits=3, key=jax.random.key(0))
@@ -89,39 +72,27 @@ def qsgd_compress(
     >>> print(first[:3], first[3] in (1.0, 2.0))
     [ 3. -1.  0.] True
     """
-    check_integer("bits", bits, 1, 8)
+    check_integer("bits", bits, 2, 8)
     check_integer("bucket_size", bucket_size, WORD, multiple=WORD)
-    check_choice("norm", norm, ("max", "l2"))
     check_random_key("key", key)
-    if bits == 1 and norm != "max":
-        raise ValueError(f"bits=1 needs norm='max', got norm={norm!r}")
-    levels = max(2 ** (bits - 1) - 1, 1)
+    levels = 2 ** (bits - 1) - 1
 
     def code(share, draw):
-        if bits == 1:
-            return (draw >= (1 + share) / 2).astype(jnp.uint32)
         position = jnp.minimum(levels * jnp.abs(share), levels)  # rounding may make x / x larger than 1
         low = jnp.floor(position)
         level = low + (draw < position - low)
         return level.astype(jnp.uint32) | jnp.where(share < 0, jnp.uint32(levels + 1), 0)
 
     def encode(x, bucket, key):
-        blocks = block_groups(bucket, bucket_size)
-        (scale,) = blocks.maxima(jnp.abs(x))
-        if norm == "l2":
-            scale = blocks.norms(x, scale)
-        return encoded(x, bucket, blocks, scale, uniform(key, bucket.positions()))
+        return encoded(x, bucket, uniform(key, bucket.positions()))
 
     def encode_mean(x, bucket, key):
         del key
-        blocks = block_groups(bucket, bucket_size)
-        if bits == 1:  # signs of the largest would overshoot
-            (scale,) = (total / blocks.counts() for total in blocks.sums(jnp.abs(x)))
-        else:
-            (scale,) = blocks.maxima(jnp.abs(x))
-        return encoded(x, bucket, blocks, scale, 0.5)
+        return encoded(x, bucket, 0.5)  # to the nearest level
 
-    def encoded(x, bucket, blocks, scale, draw):
+    def encoded(x, bucket, draw):
+        blocks = block_groups(bucket, bucket_size)
+        (scale,) = blocks.maxima(jnp.abs(x))
         unit = to_unit(scale)  # XLA multiplies by the inverse of the divisor, which would underflow for huge scales
         share = x * blocks.per_entry(unit) / blocks.per_entry(jnp.where(scale > 0, scale * unit, 1))
         planes = pack_planes(code(share, draw), bits, bucket.words)
@@ -131,7 +102,7 @@ def qsgd_compress(
         blocks = block_groups(bucket, bucket_size)
         scale = blocks.per_entry(bits_float(payload[: len(blocks)]))
         code = unpack_planes(payload[len(blocks) :], bits)
-        magnitude = scale * ((code & levels).astype(jnp.float32) / levels) if bits > 1 else scale
+        magnitude = scale * ((code & levels).astype(jnp.float32) / levels)
         return jnp.where(code >> (bits - 1) != 0, -magnitude, magnitude)
 
     codec = dense_codec(encode, decode, feedback=False, key=key, transport=transport, encode_mean=encode_mean)

@@ -7,8 +7,7 @@ https://github.com/tplr-ai/templar.
 **Wire format.** One uint32 vector per worker and bucket: the places of the entries within their chunks, in so few bits
 as the largest chunk needs (12 for 64 x 64); their codes of `bits` bits; a float32 table of 2**bits values for each
 leaf, in the order of `Bucket.segments`. Places and codes are laid out by `pack_planes`, by chunk size, smallest first,
-then by leaf. Chunks that are sent whole have no places. Without `bits`, the values follow as float32 instead of codes
-and tables.
+then by leaf. Chunks that are sent whole have no places.
 
 **Deviations.** The learning rate of the outer step comes after the compressor; in the code it is also in the residual,
 which changes nothing at the rate 1 that its authors use. The code clips every worker's norm to the median of the
@@ -72,7 +71,7 @@ def sparse_loco_compress(
     *,
     chunk: int = 64,
     decay: ArrayLike = 0.95,
-    bits: int | None = 2,
+    bits: int = 2,
     average: str = "senders",
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
@@ -83,42 +82,28 @@ def sparse_loco_compress(
         q = Q(the top_k largest entries of each chunk of e)
         e <- e - q
 
-    and the update is the mean of q over the workers that sent the entry. A matrix is divided into chunks of 64 x 64, a
-    vector into chunks of 64. Q sorts the entries that a worker sends of a leaf into 2**bits bins, 6 / 2**bits of their
-    standard deviations wide and around their mean, and sends the mean of every bin. With 2 bits the bins end 2.25 and
-    0.75 deviations below the mean and 0.75 above it.
+    The update is the mean of q over the workers that sent the entry. A matrix is divided into chunks of 64 x 64, a
+    vector into chunks of 64. Q sorts a leaf's sent entries into 2**bits bins around their mean, 6 / 2**bits of their
+    standard deviations wide, and sends the mean of every bin. Entries are delayed and rounded, and waiting entries
+    decay: biased. It is made for models that train alone between exchanges: `gcjax.gossip.local_sgd(30,
+    compressor=gcjax.sparse_loco_compress(axis_name="data"), axis_name="data")` after the optimiser. On gradients:
+    `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
 
-    It is made for the changes of models that train on their own between exchanges, where the residual stands in for
-    the outer momentum: `optax.chain(optax.adamw(1e-3), gcjax.gossip.local_sgd(30, compressor=
-    gcjax.sparse_loco_compress(axis_name="data"), axis_name="data"))`. With `top_k=chunk**2`, `bits=4` and
-    `outer=optax.sgd(0.7, momentum=0.6, nesterov=True)` nothing is left out, as in MuLoCo (arXiv 2505.23725). On
-    gradients it is top-k by chunks: `optax.chain(gcjax.sparse_loco_compress(), optax.sgd(0.1))`.
-
-    State: a float32 per parameter. Wire: 14 bits per entry, with the defaults 1/64 of the parameters in matrices, and
-    16 bytes per leaf. Vectors and small matrices are sent whole, at 2 bits per entry.
-    `average="senders"` needs a float32 more per parameter while it adds up.
+    State: a float32 per parameter. Wire: 14 bits per entry, 1/64 of a matrix's entries, and 16 bytes per leaf.
 
     Args:
-      top_k: number of entries to send of each chunk; all of a smaller chunk, without their places.
+      top_k: entries to send of each chunk; all of a smaller chunk, without their places.
       chunk: largest length of a chunk along an axis, up to 256.
-      decay: beta, in [0, 1]. With 1 nothing is lost where the `average` is over the workers. May be traced
-        (`optax.inject_hyperparams` with all other options among its static_args).
-      bits: of a value, from 2 to 4; None for float32.
-      average: "senders" adds up what was sent of an entry and divides by the number of those that sent it, as the
-        authors' code does, so that an entry that one worker sends counts in full, and the updates do not add up to the
-        gradients. "workers" divides by the number of all workers: the paper's formula, as others report it.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      decay: beta, in [0, 1]. May be traced (`optax.inject_hyperparams` with the other options among its static_args).
+      bits: of a value, from 2 to 4.
+      average: "senders" divides by the number of senders of an entry; "workers" by that of all workers (the formula).
+      axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      ValueError: for a `top_k` or `chunk` below 1, a `chunk` above 256, a decay or `bits` out of range, an unknown
-        `average`.
-      TypeError: for a `top_k`, `chunk` or `bits` that is not an int.
-
-    **Randomness**: none. **Bias**: entries are delayed and rounded, and what waits decays. **Non-finite input**: the
-    update is NaN on all workers and every worker's state stays as it was.
+      ValueError: for an argument out of range or an unknown `average`.
 
     >>> import gcjax, jax.numpy as jnp
-    >>> tx = gcjax.sparse_loco_compress(top_k=2, decay=0.5, bits=None)
+    >>> tx = gcjax.sparse_loco_compress(top_k=2, decay=0.5, bits=4)
     >>> g = jnp.array([5.0, 1.0, -2.0, -3.0])
     >>> first, state = tx.update(g, tx.init(g))
     >>> second, state = tx.update(jnp.zeros(4), state)
@@ -128,8 +113,7 @@ def sparse_loco_compress(
     check_integer("top_k", top_k, 1)
     check_integer("chunk", chunk, 1, LARGEST_CHUNK)
     check_number("decay", decay, 0.0, 1.0, low_included=True)
-    if bits is not None:
-        check_integer("bits", bits, 2, 4)
+    check_integer("bits", bits, 2, 4)
     check_choice("average", average, AVERAGES)
 
     def init(bucket: Bucket) -> SparseLocoState:
@@ -161,13 +145,13 @@ class _Message(NamedTuple):
       bucket: where the leaves lie.
       groups: the leaves by size of their chunks.
       top_k: most entries to send of a chunk.
-      bits: of a value; None for float32.
+      bits: of a value.
     """
 
     bucket: Bucket
     groups: list[ChunkGroup]
     top_k: int
-    bits: int | None
+    bits: int
 
     @property
     def counts(self) -> list[int]:
@@ -188,10 +172,8 @@ class _Message(NamedTuple):
         return (max((g.size for g in self.in_part), default=1) - 1).bit_length()
 
     def payload_bits(self) -> int:
-        values = 32 * sum(self.counts)
-        if self.bits is not None:
-            values = self.bits * sum(self.counts) + 32 * len(self.bucket.segments) * 2**self.bits
-        return self.place_bits * self.place_count + values
+        tables = 32 * len(self.bucket.segments) * 2**self.bits
+        return self.place_bits * self.place_count + self.bits * sum(self.counts) + tables
 
     def sent_entries(self) -> int:
         """Entries that are sent, padding not counted."""
@@ -207,8 +189,6 @@ class _Message(NamedTuple):
             values.append(x)
             real.append(size >= 0)
         words = [pack_vector(jnp.concatenate([jnp.ravel(x) for x in places]), self.place_bits)] if places else []
-        if self.bits is None:
-            return jnp.concatenate([*words, *(float_bits(jnp.ravel(x)) for x in values)])
         codes, tables = [], {}
         for x, own, group in zip(values, real, self.groups, strict=True):
             for leaf, part, kept in zip(group.leaves, group.by_leaf(x), group.by_leaf(own), strict=True):
@@ -221,8 +201,6 @@ class _Message(NamedTuple):
         """For each group the places among its entries, None if chunks are sent whole, and the values, float32."""
         places, place_words = self._places(payload)
         rest, counts = payload[place_words:], [(count,) for count in self.counts]
-        if self.bits is None:
-            return list(zip(places, split_vector(bits_float(rest), counts), strict=True))
         total = sum(self.counts)
         code_words = packed_vector_size(total, self.bits)
         codes = split_vector(unpack_vector(rest[:code_words], self.bits, total), counts)

@@ -33,23 +33,19 @@ def top_k_compress(
         send the k entries with the largest |a|
         e <- a - sent
 
-    and the update is the mean over workers of what they sent. Without the residual e, top-k does not converge; with
-    it, |e|^2 <= (1 - k / d) |a|^2.
+    The update is the mean over workers of the sent entries. Entries are delayed, which biases a step; nothing is lost,
+    and |e|^2 <= (1 - k / d) |a|^2. At low densities entries wait long, and momentum applied after that loses accuracy;
+    `gcjax.dgc_compress` corrects for it.
 
-    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. Momentum, weight decay and
-    learning rate come after it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`. At low densities entries
-    wait long, and momentum applied after that loses accuracy; `gcjax.dgc_compress` corrects for it.
+    State: a float32 and a bit per parameter. Wire: 41 bits per sent entry at density 1/100. The optimiser comes after
+    it: `optax.chain(gcjax.top_k_compress(0.01), optax.sgd(0.1))`.
 
     Args:
       density: share of the entries to send, in (0, 1].
-      transport: as in `gcjax.variance_compress`.
-      axis_name, inner_axis_name: as in `gcjax.compress`.
+      transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
       ValueError: for a density out of range.
-
-    **Randomness**: none. **Bias**: entries are delayed; nothing is lost. **Non-finite input**: the update is NaN on all
-    workers and every worker's state stays as it was.
 
     >>> import gcjax, jax.numpy as jnp
     >>> tx = gcjax.top_k_compress(density=0.5)

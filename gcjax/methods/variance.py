@@ -70,59 +70,29 @@ def variance_compress(
 ) -> optax.GradientTransformationExtraArgs:
     """Sends an entry when its accumulated gradient stands out from its accumulated variance.
 
-    For every entry, with g_z its gradient for sample z of this worker's batch B,
-
-        r <- r + sum_z g_z / |B|
+        r <- r + sum_z g_z / |B|        g_z: gradient of sample z of this worker's batch B
         v <- v + sum_z (g_z / |B|)^2
-        where r^2 > alpha v:  send r, r <- 0, v <- 0
-        elsewhere:            v <- decay * v
+        where r^2 > alpha v:  send r, r <- 0, v <- 0;  elsewhere:  v <- zeta v
 
-    and the update is the mean over workers of what they sent, zero elsewhere. A worker sends the power of two nearest
-    to r, at most that of the leaf's largest and at least 2**-7 of it.
+    The update is the mean over workers of the sent entries. Each is rounded to the nearest power of two, at most that
+    of the leaf's largest and at least 2**-7 of it: biased, as in the paper. In the hybrid with Strom's method, an entry
+    also needs |r| > tau. It sends tau sign(r), keeps the rest of r, v falls by as much as r^2, and all v decay.
+    `update` takes the sum that v adds up as `sum_grad_squared`, a pytree like the gradient (`gcjax.value_and_moments`
+    computes it). Without it the batch counts as one sample.
 
-    With a `threshold` tau (the hybrid with Strom's method) an entry must also satisfy |r| > tau. Then tau * sign(r) is
-    sent, r keeps the rest, v falls by as much as r squared, and all v decay.
-
-    State: two float32 and a bit per parameter; in two phases also a float32 per parameter that a worker owns. Wire: 8
-    bits per sent entry at density 1/4, 12.6 at 1/100, 16 at 1/1000. Put it before the optimiser:
-    `optax.chain(gcjax.variance_compress(alpha=1.5), optax.adam(1e-3))`. Momentum, weight decay and learning rate come
-    after it, and so does clipping of the mean. In a chain nothing that scales the gradient may stand before it, no
-    `optax.clip_by_global_norm` and no `optax.sgd`: the squares would not be scaled with it, every entry would look like
-    noise, and next to nothing would be sent. `gcjax.scale_first` scales or clips both.
+    State: two float32 and a bit per parameter, in two phases a float32 more per owned parameter. Wire: 8 bits per sent
+    entry at density 1/4, 12.6 at 1/100. No scaling or clipping may stand before it, except in `gcjax.scale_first`.
 
     Args:
-      alpha: criterion, above 0; larger sends less. The paper uses 1, 1.5 and 2, over long runs. With the default, about
-        a quarter of the entries passed in the runs measured, as many as the default capacities hold; a lower alpha
-        sends more only with a larger `capacity`. May be traced, or a function of the step (an optax schedule) that
-        stays above 0: growing from 0.1 to 2 over the run, with `capacity=0.5`, trained closest to dense in runs of six
-        and thirty epochs (bench/results).
-      decay: zeta, in (0, 1], factor on v of entries not sent. May be traced.
+      alpha: criterion, above 0; larger sends less; 1 to 2 in the paper. May be traced, or a schedule.
+      decay: zeta, in (0, 1]. May be traced.
       threshold: tau above 0 for the hybrid, or None. May be traced.
-      underflow: "keep" leaves entries too small for the value code in the residual; "drop" resets them unsent.
-      capacity: slots in a worker's message: an int (fixed size); a tuple of ints (the smallest that holds every
-        worker's entries is used); a float in (0, 1], the largest as a share of the parameters, with smaller ones down
-        to 1/16384 in factors of the square root of 2; or None for 0.25. Rounded up a little; counted per bucket in a
-        model above 2**28 parameters. On overflow the entries of largest magnitude are sent and the others stay in the
-        residual. All messages that arrive are held in memory.
-      transport: "all_gather" sends every worker's entries to every worker. "two_phase" sends them to owners, each of
-        which adds up its part and sends the mean to all, so that the traffic does not grow with the workers. Owners
-        round to 4 bits and owe the rest, which joins the next mean: nothing is lost.
-        "auto" takes the one that moves less at the largest capacity: "two_phase" from 4 workers on.
+      underflow: "keep" leaves entries too small for the code in r; "drop" resets them (the paper read literally).
       wire: "compact", or "word" for the paper's word per entry.
-      axis_name: mesh axis or axes of the workers, None for one worker.
-      inner_axis_name: mesh axis or axes over which to take the dense mean first, for fast links.
-
-    Returns:
-      An `optax.GradientTransformationExtraArgs`. `update` takes `sum_grad_squared`, a pytree like the gradient with
-      sum_z (grad f_z / |B|)^2, as `gcjax.value_and_moments` returns it. Without it the batch counts as one sample.
+      capacity, transport, axis_name, inner_axis_name: see docs/common.md.
 
     Raises:
-      ValueError: for a value out of range, also of a schedule in step 0; `threshold` together with
-        `underflow="drop"`.
-      TypeError: for an argument of the wrong type.
-
-    **Randomness**: none. **Bias**: entries are delayed, and rounding is to the nearest (biased). **Non-finite input**,
-    or a negative `sum_grad_squared`: the update is NaN on all workers and every worker's state stays as it was.
+      ValueError: for a value out of range, also of a schedule in step 0; for `threshold` with `underflow="drop"`.
 
     >>> import gcjax, jax.numpy as jnp, optax
     >>> tx = optax.chain(gcjax.variance_compress(alpha=1.5), optax.sgd(1.0))

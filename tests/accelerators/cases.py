@@ -115,7 +115,6 @@ CASES = {
     "local_sgd, top_k": Case(
         "local_sgd", lambda **axes: gossip.local_sgd(2, compressor=gcjax.top_k_compress(0.01, **axes), **axes)
     ),
-    "local_sgd, fragments": Case("local_sgd", _plain(gossip.local_sgd, 4, fragments=2, delay=1), reduced=ENTRIES),
 }
 PAIRS = [(name, mesh) for name, case in CASES.items() for mesh in case.meshes]
 
@@ -125,10 +124,10 @@ def lower(name: str, mesh_name: str, target: str) -> jax.stages.Lowered:
     case, mesh = CASES[name], targets.mesh_of(target, MESHES[mesh_name])
     tx = case.make(**AXES[mesh_name])
     if case.method in METHODS:
-        chain = optax.chain(tx, optax.sgd(0.1))
+        chain = optax.chain(tx, optax.sgd(0.1, momentum=0.9))
         step: Any = gcjax.make_train_step(_loss, chain, mesh, axis_name=mesh.axis_names)
     else:
-        step = gossip.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)
+        step = gcjax.make_train_step(_loss, optax.chain(optax.sgd(0.1), tx), mesh, axis_name=mesh.axis_names)
     return targets.lower(step, mesh, PARAMS, BATCH)
 
 

@@ -127,6 +127,15 @@ def test_what_float16_rounds_off_is_kept(target, program):
     assert any(instruction.opcode == "reduce-precision" for body in bodies for instruction in body)
 
 
+@pytest.mark.accelerators
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_choice_between_old_and_new_state_copies_neither(target, program):
+    """CPUs copy them: the new parameters read the old momentum, and no fusion there has two results."""
+    bodies = program(target, "dense", "one axis").computations.values()
+    copies = [i for body in bodies for i in body if i.opcode == "copy" and i.elements == 256 * 128]
+    assert not copies, listed(copies)
+
+
 def test_every_method_has_a_case():
     gossip = {
         name

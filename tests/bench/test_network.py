@@ -126,19 +126,3 @@ def test_interrupted_run_cleans_up(number, start):
     process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + number
     assert traces(process) == []
-
-
-@pytest.mark.full
-def test_clean_removes_killed_runs_only(start):
-    killed, alive = start("--quick"), start("--quick")
-    for process in (killed, alive):
-        wait_until_it_measures(process)
-    killed.kill()
-    killed.wait()
-    wait_for(lambda: children(killed) == [])  # they exit by themselves
-    assert len(traces(killed)) == 5
-    cleaner = start("--clean")
-    out, _ = cleaner.communicate(timeout=LIMIT)
-    assert out.count(f"gcjax-{killed.pid}-") == 3
-    assert traces(killed) == []
-    assert len(traces(alive)) == 7

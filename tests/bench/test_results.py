@@ -73,19 +73,6 @@ def test_runs_made_elsewhere_say_so():
     assert head.count("; some of it on ") == 1
 
 
-def test_saved_result_is_current(tmp_path):
-    provenance.save(tmp_path, "step", step_record(), "| table |")
-    assert check_results.check(tmp_path / "step.json") == "current"
-    assert (tmp_path / "step.md").read_text() == "| table |\n"
-
-
-def test_result_from_other_sources_says_so(tmp_path):
-    provenance.save(tmp_path, "step", step_record("000000000000"), "| table |")
-    old = "older than the sources: measured at commit 0123456789ab"
-    assert check_results.check(tmp_path / "step.json") == old
-    assert (tmp_path / "step.md").read_text() == NOTE + "| table |\n"
-
-
 def test_check_lists_all_results_and_marks_their_tables(tmp_path, monkeypatch, capsys):
     (tmp_path / "step.json").write_text(json.dumps(step_record("000000000000")))
     (tmp_path / "step.md").write_text("| table |\n")

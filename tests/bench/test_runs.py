@@ -52,7 +52,3 @@ def test_a_failure_stops_the_table_and_loses_no_record(tmp_path):
     assert ran == ["a", "b"]
     kept = json.loads((tmp_path / f"{RESULT}.json").read_text())["runs"]
     assert [(run["row"], run["command"]) for run in kept] == [("b", "--method top_k"), ("a", "--method dense")]
-
-
-def test_method_is_what_was_run():
-    assert runs.method({"command": "--method 'variance(alpha=(0.1, 2))' --epochs 2"}) == "variance(alpha=(0.1, 2))"

@@ -94,21 +94,9 @@ def test_a_recorded_row_that_was_taken_out_keeps_its_figures(tmp_path):
     table.plot(store, tmp_path / "plot.png")
 
 
-def test_front_has_what_no_other_beats_in_both():
-    points = [(3.0, 60.0), (1.0, 50.0), (2.0, 61.0), (2.0, 55.0), (9.0, 61.0), (10.0, 63.0)]
-    assert table.pareto(points) == [(1.0, 50.0), (2.0, 61.0), (10.0, 63.0)]
-    assert table.pareto([]) == []
-
-
 def test_plot_is_drawn_where_one_optimiser_has_no_runs(tmp_path):
     table.plot({"runs": [record("dense", 0, 0.6), record("qsgd 3 bits, two phases", 0, 0.5)]}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     diverged = record("dense", 0, 0.6)
     del diverged["epochs"]
     table.plot({"runs": [diverged]}, tmp_path / "empty.png")
-
-
-def test_a_run_that_sent_nothing_has_a_row():
-    silent = record("variance 2", 0, 0.1)
-    silent["epochs"] = [epoch | {"sent": 0, "payload_bits": 0} for epoch in silent["epochs"]]
-    assert "| inf |" in table.table({"runs": [silent]})

@@ -247,7 +247,7 @@ def test_dropout_of_nnx_draws_for_each_worker_step_and_sample(squares, stream):
 
     def loss_fn(params, batch, key):
         model = nnx.merge(graphdef, params, rest, copy=True)
-        nnx.reseed(model, **{stream: key})
+        gcjax.flax.reseed(model, **{stream: key})
         out = model(batch["image"].reshape(-1, 36))
         return cross_entropy(out, batch["label"]), out == 0
 
@@ -269,7 +269,7 @@ def test_batchnorm_and_dropout_of_nnx_train_in_a_step():
 
     def loss_fn(params, batch, key, model_state):
         model = nnx.merge(graphdef, params, model_state, rest, copy=True)
-        nnx.reseed(model, default=key)
+        gcjax.flax.reseed(model, default=key)
         loss = cross_entropy(model(batch["image"]), batch["label"])
         return loss, nnx.state(model, nnx.BatchStat)
 
@@ -307,3 +307,10 @@ def test_optimizer_states_are_serialised():
     ):
         serialization.from_bytes(other, serialization.to_bytes(state))
     assert copy.copy(serialization.to_state_dict(state))["0"]["report"].keys() >= {".skipped", ".sent.sent"}
+
+
+def test_a_stream_that_the_model_does_not_have_is_named():
+    model = Dropped(nnx.Rngs(params=0, dropout=1))
+    with pytest.raises(ValueError, match=r"no random stream \['default'\]; its streams are \['dropout', 'params'\]"):
+        gcjax.flax.reseed(model, default=jax.random.key(1), dropout=jax.random.key(2))
+    gcjax.flax.reseed(model, dropout=jax.random.key(2))

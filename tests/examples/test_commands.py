@@ -18,7 +18,7 @@ from common.checkpoints import Checkpoints
 
 def test_digits_writes_table_plot_and_curves(tmp_path):
     out = tmp_path / "new" / "folder"
-    said = commands.run("digits.py", "--quick", "--methods", "dense", "variance", "--epochs", 2, "--out", out)
+    said = commands.run("digits.py", "--quick", "--methods", "dense", "variance", "--epochs", 1, "--out", out)
     assert re.search(r"^method +test accuracy %  to dense  compression ratio  wire ratio", said, re.M)
     assert re.search(r"^dense +\d\d\.\d\d +\+0\.00 +1\.0 ", said, re.M)
     assert (out / "digits.png").read_bytes().startswith(b"\x89PNG")
@@ -28,7 +28,7 @@ def test_digits_writes_table_plot_and_curves(tmp_path):
     assert dense["sent"] == [record["parameters"]] * len(dense["sent"])
     assert sum(variance["wire_bytes"]) < 0.5 * sum(dense["wire_bytes"])
     for run in (dense, variance):
-        assert run["loss"][-1] < 0.5 * run["loss"][0]
+        assert run["loss"][-1] < 0.7 * run["loss"][0]
 
 
 def digest(said):

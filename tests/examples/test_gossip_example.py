@@ -3,6 +3,7 @@
 import json
 import sys
 
+import commands
 import gossip as example
 import jax
 import numpy as np
@@ -10,20 +11,7 @@ import optax
 import pytest
 from harness import mesh_of
 
-from gcjax import gossip
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs the example on devices of this process; its record and its output."""
-    monkeypatch.setattr(example, "use_devices", mesh_of)
-
-    def run(options):
-        monkeypatch.setattr(sys, "argv", ["gossip.py", *options.split(), "--out", str(tmp_path)])
-        example.main()
-        return json.loads((tmp_path / "gossip.json").read_text()), capsys.readouterr().out
-
-    return run
+import gcjax
 
 
 def test_workers_draw_from_their_own_part_and_nothing_twice():
@@ -42,12 +30,14 @@ def test_every_algorithm_makes_a_transform(local_steps):
     args = example.parse_options(["--local-steps", local_steps, "--optimiser", "adamw"])
     for name, (_, make) in example.ALGORITHMS.items():
         tx = optax.chain(example.OPTIMISERS[args.optimiser](0.1), make(args, jax.random.key(0)))
-        assert gossip.info(tx.init(params)).step == 0, name
+        assert gcjax.info(tx.init(params)).step == 0, name
     assert len(example.COLOURS) >= len(example.ALGORITHMS)
 
 
-def test_it_writes_table_plot_and_curves(run, tmp_path):
-    record, said = run("--workers 4 --epochs 3 --batch 32 --learning-rate 0.1 --algorithms all-reduce swarm-8")
+def test_it_writes_table_plot_and_curves(tmp_path):
+    options = "--workers 4 --epochs 3 --batch 32 --learning-rate 0.1 --algorithms all-reduce swarm-8"
+    said = commands.run("gossip.py", *options.split(), "--out", tmp_path)
+    record = json.loads((tmp_path / "gossip.json").read_text())
     rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
     assert float(rows["SwarmSGD, 8 bits"][0]) > 80 < float(rows["all-reduce of models"][0])
     assert (tmp_path / "gossip.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -61,10 +51,14 @@ def test_it_writes_table_plot_and_curves(run, tmp_path):
     assert dense[-1]["consensus_distance"] < 1e-6 < swarm[-1]["consensus_distance"]
 
 
-def test_it_learns_a_text(run, tmp_path):
+def test_it_learns_a_text(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question: " * 100)
-    record, said = run(f"--text {text} --workers 2 --epochs 2 --batch 2 --optimiser adamw --algorithms sparse-loco")
-    losses = [row["validation_loss"] for row in record["runs"][0]["epochs"]]
+    options = f"--text {text} --workers 2 --epochs 2 --batch 2 --optimiser adamw --algorithms sparse-loco"
+    monkeypatch.setattr(sys, "argv", ["gossip.py", *options.split(), "--out", str(tmp_path)])
+    monkeypatch.setattr(example, "use_devices", mesh_of)  # in this process, whose devices cannot be set any more
+    example.main()
+    (training,) = json.loads((tmp_path / "gossip.json").read_text())["runs"]
+    losses = [row["validation_loss"] for row in training["epochs"]]
     assert losses[-1] < losses[0] < 3.0  # nats; 18 characters that are equally likely have 2.9
-    assert f"SparseLoCo, seed 0: validation loss {losses[-1]:.4f}" in said.splitlines()
+    assert f"SparseLoCo, seed 0: validation loss {losses[-1]:.4f}" in capsys.readouterr().out.splitlines()

@@ -21,6 +21,7 @@ from common.images import load_cifar10
 from common.log import Log
 from common.text import load_text
 from harness import mesh_of
+from selection import cases
 
 EXAMPLES = {
     "cifar10": "--data {data} --width 8 --batch 16 --learning-rate 0.01",
@@ -97,9 +98,7 @@ class Cut(Exception):
     """In place of a kill."""
 
 
-@pytest.mark.parametrize(
-    "name", ["char_lm", *(pytest.param(name, marks=pytest.mark.full) for name in ("cifar10", "imagenet"))]
-)
+@cases("name", ["char_lm", "cifar10", "imagenet"], default=1)
 def test_a_resumed_run_goes_on_bit_for_bit(name, train, tmp_path, monkeypatch):
     options = ("--epochs", 2, "--method", "variance(alpha=1)", "--checkpoint-every", 3)
     train(name, tmp_path / "whole", *options)

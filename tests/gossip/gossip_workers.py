@@ -8,7 +8,6 @@ from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import gcjax
-from gcjax import gossip
 from gcjax._hlo import collectives
 from gcjax.gossip._matchings import matchings
 
@@ -50,7 +49,7 @@ class Workers:
         return jax.tree.map(np.asarray, params)
 
     def info(self):
-        return gossip.info(self.state)
+        return gcjax.info(self.state)
 
     def text(self):
         """The compiled program."""

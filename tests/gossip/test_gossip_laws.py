@@ -73,8 +73,8 @@ def test_single_worker_keeps_its_update(name):
     updates = {"w": jnp.float32([0.5, 0.25]), "s": jnp.float32(-1.0)}
     got, state = tx.update(updates, tx.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, got, updates)
-    assert gossip.info(state)[:3] == (1, [0], 0)
-    assert gossip.info(state).bits.tolist() == [0]
+    assert gcjax.info(state)[:3] == (1, [0], 0)
+    assert gcjax.info(state).bits.tolist() == [0]
     assert tx.update({}, tx.init({}), {})[0] == {}
 
 
@@ -104,7 +104,7 @@ def test_words_are_counted_beyond_32_bits():
     traffic = state.traffic.unpack()
     for _ in range(3):
         traffic = traffic.after(np.uint32(3_000_000_000), True, False)
-    info = gossip.info(state._replace(traffic=PerWorker.pack(traffic, ())))
+    info = gcjax.info(state._replace(traffic=PerWorker.pack(traffic, ())))
     assert info.bits.tolist() == [32 * 9_000_000_000]
     assert info.bits_last.tolist() == [32 * 3_000_000_000]
 
@@ -126,7 +126,7 @@ def test_words_are_counted_beyond_32_bits():
         (lambda: gossip.sgp(np.eye(3)), TypeError, "graph must be one of"),
         (lambda: gossip.local_sgd(0), ValueError, "local_steps must be at least 1, got 0"),
         (lambda: gossip.d_psgd().init(jnp.zeros(2, int)), TypeError, "dtype int32"),
-        (lambda: gossip.info(optax.sgd(1.0).init(jnp.zeros(2))), ValueError, "has 0 gossip transforms"),
+        (lambda: gcjax.info(optax.sgd(1.0).init(jnp.zeros(2))), ValueError, "no state of a gcjax compressor or gossip"),
     ],
 )
 def test_bad_options_raise(make, error, message):

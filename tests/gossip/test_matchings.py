@@ -10,6 +10,7 @@ from gcjax.gossip._matchings import matchings, rounds
 # The bridge is in few maximal matchings.
 DOUBLE_STAR = edges((0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6))
 STAR_OF_70 = edges(*[(0, i) for i in range(1, 70)])  # each matching is one edge, so it takes 69
+BROOM = edges(*[(0, i) for i in range(1, 70)], (69, 70))  # a matching has one edge of the star, and another
 
 
 @pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, *DIRECTED])
@@ -32,7 +33,9 @@ def test_regular_graphs_need_few_rounds(graph, n, count):
     assert len(rounds(graph, n)) == count
 
 
-@pytest.mark.parametrize(("graph", "n"), [*UNDIRECTED, ("exponential", 3), (DOUBLE_STAR, 7), (STAR_OF_70, 70)])
+@pytest.mark.parametrize(
+    ("graph", "n"), [*UNDIRECTED, ("exponential", 3), (DOUBLE_STAR, 7), (STAR_OF_70, 70), (BROOM, 71)]
+)
 def test_matchings_are_maximal_involutions_along_edges(graph, n):
     linked, everyone, seen = adjacency(graph, n), np.arange(n), np.zeros((n, n), bool)
     for partner in matchings(graph, n):

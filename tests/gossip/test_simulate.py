@@ -14,13 +14,8 @@ from gcjax.gossip._simulate.nodes import make_trainer
 
 
 def is_usual(algorithm, options):
-    graph = options.get("graph")
-    return (
-        algorithm == "sgp"
-        or graph == "complete"
-        or "step_seconds" in options
-        or (algorithm, graph) == ("d_psgd", TORUS)
-    )
+    usual_graph = "complete" if algorithm == "swarm" else TORUS
+    return algorithm == "sgp" or options.get("graph") is usual_graph or "step_seconds" in options
 
 
 @cases(

@@ -23,6 +23,7 @@ from simulated_nodes import (
     loss_fn,
 )
 
+import gcjax
 from gcjax import gossip
 from gcjax.gossip._graphs import mixing_matrix
 from gcjax.gossip._matchings import rounds
@@ -118,7 +119,7 @@ def test_meetings_keep_the_mean_of_all_models(blocking):
 def test_blocking_pairs_do_what_the_transform_does():
     data, key = least_squares(), jax.random.key(2)
     average = gossip.swarm_average(local_steps=STEPS, key=key, axis_name="data")
-    step = gossip.make_train_step(loss_fn, optax.chain(optax.sgd(RATE, momentum=MOMENTUM), average), mesh_of(NODES))
+    step = gcjax.make_train_step(loss_fn, optax.chain(optax.sgd(RATE, momentum=MOMENTUM), average), mesh_of(NODES))
     state = step.init(np.zeros(SIZE, np.float32))
     batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data)
     met = []

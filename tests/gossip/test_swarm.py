@@ -226,5 +226,5 @@ def test_pmap_and_two_axes_do_the_same():
         assert_same(jax.tree.map(np.asarray, updates), jax.tree.map(np.asarray, updates_both))
         assert_same({k: x + updates[k] for k, x in params.items()}, new)
         params = new
-    for got in (gossip.info(state), gossip.info(state_both)):
+    for got in (gcjax.info(state), gcjax.info(state_both)):
         jax.tree.map(np.testing.assert_array_equal, got, run.info())

@@ -187,11 +187,3 @@ def test_owners_keep_a_part_where_they_need_it(transport, workers, kept):
     (bucket,) = state.buckets.stacked()
     value = bucket.owned.owed
     assert (None if value is None else value[0].size) == kept
-
-
-def test_state_for_another_number_of_workers_raises():
-    g = np.zeros((2, 64), np.float32)
-    tx = gcjax.ef_sign_compress(transport="two_phase", axis_name="data")
-    state = jax.tree.map(lambda x: np.stack([x] * 2), tx.init(g[0]))
-    with pytest.raises(ValueError, match=r"initialised for 1 worker\(s\), but 2 run.*gcjax\.distribute.*gcjax\.resize"):
-        jax.pmap(lambda g, state: tx.update(g, state), axis_name="data", devices=jax.devices()[:2])(g, state)

@@ -257,7 +257,7 @@ def test_averaging_over_a_sharded_axis_raises(option):
 
 
 # Loops, branches and parts of owners, whose types must fit.
-LOOPS = ["demo-decay", "onebit", "power_sgd-start", "ef_sign-owners"]
+LOOPS = ["demo-decay", "onebit", "power_sgd-rank2", "ef_sign-owners"]
 LAST_OF_EACH = {row.public: row for row in methods()}.values()
 
 
@@ -275,3 +275,80 @@ def test_every_method_takes_shards(row):
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(specs, SHARDED), out_specs=(SHARDED, specs))
     jax.eval_shape(run, state, params)  # raises where a type does not fit
+
+
+# Clipping by the global norm after the compressor: with shards as without.
+
+MOMENTUM = optax.sgd(0.5, momentum=0.9)
+CLIPPED = {"dense": gcjax.dense_compress, "top_k": lambda axis_name: gcjax.top_k_compress(1.0, axis_name=axis_name)}
+
+
+def squares_loss(params, batch):
+    hidden = jnp.tanh(batch @ params["v"])
+    return jnp.mean(jnp.sum(jnp.square(hidden @ params["u"] + params["whole"] - 1.0), -1))
+
+
+def clipped_start():
+    shapes = {"u": (24, 20), "v": (12, 24), "whole": (20,)}
+    rng = np.random.default_rng(2)
+    return {name: rng.normal(size=shape).astype(np.float32) / 8 for name, shape in shapes.items()}
+
+
+def clipped_batches():
+    rng = np.random.default_rng(3)
+    return [rng.normal(size=(16, 12)).astype(np.float32) for _ in range(STEPS)]
+
+
+def clipped_by_step(compress, mesh, axis_name, optimiser, **options):
+    tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05), optimiser)
+    step = gcjax.make_train_step(squares_loss, tx, mesh, axis_name=axis_name, **options)
+    state, norms = step.init(clipped_start()), []
+    for batch in clipped_batches():
+        state, metrics = step(state, batch)
+        norms.append(float(metrics.grad_norm))
+    return jax.device_get(state.params), norms, state
+
+
+def clipped_by_gradient(compress, mesh, optimiser, **options):
+    tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05))
+    fn = gcjax.compressed_value_and_grad(squares_loss, tx, mesh, axis_name="slow", **options)
+    params = jax.device_put(clipped_start(), jax.tree.map(lambda s: jax.NamedSharding(mesh, s), options["param_specs"]))
+
+    @jax.jit
+    def step(params, state, compression, batch):
+        _, grads, compression = fn(params, compression, batch)
+        updates, state = optimiser.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, compression
+
+    state, compression = optimiser.init(params), fn.init(params)
+    for batch in clipped_batches():
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, P("slow")))
+        params, state, compression = step(params, state, compression, batch)
+    return jax.device_get(params)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("compress", CLIPPED)
+def test_clipping_by_the_global_norm_takes_shards_for_the_whole(compress, kind):
+    specs = {"u": P("fast"), "v": P(None, "fast"), "whole": P()}
+    flat = jax.make_mesh((2,), ("slow",), (kind,), devices=jax.devices()[:2])
+    expected, norms, _ = clipped_by_step(compress, flat, "slow", MOMENTUM)
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"), (kind, kind))
+    found, found_norms, state = clipped_by_step(compress, mesh, ("slow", "fast"), MOMENTUM, param_specs=specs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), found, expected)
+    np.testing.assert_allclose(found_norms, norms, rtol=1e-4)
+    assert norms[0] > 0.05  # clipped
+    assert state.opt_state[2][0].trace["v"].sharding.shard_shape((12, 24)) == (12, 6)
+    assert state.params["v"].sharding.shard_shape((12, 24)) == (12, 6)
+    if kind == AxisType.Auto:
+        found = clipped_by_gradient(compress, mesh, MOMENTUM, param_specs=specs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), found, expected)
+
+
+def test_muon_sees_whole_matrices_of_sharded_parameters():
+    specs = {"u": P("fast"), "v": P(None, "fast"), "whole": P()}
+    flat = jax.make_mesh((2,), ("slow",), devices=jax.devices()[:2])
+    expected, _, _ = clipped_by_step("dense", flat, "slow", optax.contrib.muon(0.01))
+    mesh = jax.make_mesh((2, 4), ("slow", "fast"))
+    found, _, _ = clipped_by_step("dense", mesh, ("slow", "fast"), optax.contrib.muon(0.01), param_specs=specs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

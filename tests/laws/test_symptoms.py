@@ -282,8 +282,8 @@ def test_a_training_step_finds_clipping_before_the_compressor():
     tx = optax.chain(optax.clip_by_global_norm(1e-3), METHODS["variance"]("data"), optax.sgd(0.1))
     step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w - 1) ** 2), tx, mesh_of(2))
     state, batch = step.init(jnp.zeros(4)), jax.random.normal(jax.random.key(0), (16, 4))
-    for _ in range(100):
-        state, _ = step(state, batch)
+    for i in range(100):
+        state, _ = step(state, jnp.roll(batch, i, axis=0))
     with pytest.raises(ValueError, match=r"squares of the gradients are .* times too large.*scale_first"):
         step(state, batch)
 

@@ -30,14 +30,6 @@ def test_message_by_hand():
     assert info.payload_bits == 32 * (1 + 4) + (4 * 4 + 8) + 4
 
 
-def test_words_by_hand():
-    g = {"a": jnp.array([1.0, 8.0, -0.5, 2.0, 4.0]), "b": jnp.array([0.0, -3.0, -5.0])}
-    (payload,), info = messages(gcjax.contrib.dryden_compress(0.5, capacity=32, wire="word"), g)
-    assert [hex(w) for w in payload[5:9]] == ["0x1", "0x80000002", "0x4", "0x80000022"]
-    assert len(payload) == 1 + 4 + 32
-    assert info.payload_bits == 32 * (1 + 4 + 4)
-
-
 def test_class_mean_code_by_hand():
     code = value_codes.class_mean_code()
     signs = code.encode(jnp.array([3.0, -0.3, -9.0]), None)

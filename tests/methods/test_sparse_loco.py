@@ -46,23 +46,18 @@ def test_every_leaf_has_its_own_table():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), update, g)
 
 
-@pytest.mark.parametrize("bits", [2, None])
-def test_words_by_hand(bits):
+def test_words_by_hand():
     # Two chunks of 2 x 3 of which two entries go each, at 3 bits; a vector that is sent whole. All equal in magnitude.
     matrix = np.zeros((4, 3), np.float32)
     matrix[0, 2], matrix[1, 1], matrix[2, 0], matrix[3, 2] = 8.0, 8.0, 8.0, 8.0
-    payload, info = messages(gcjax.sparse_loco_compress(2, chunk=3, bits=bits), {"m": matrix, "v": np.float32([2, 2])})
+    payload, info = messages(gcjax.sparse_loco_compress(2, chunk=3), {"m": matrix, "v": np.float32([2, 2])})
     (words,) = payload
     places = unpack_planes(jnp.asarray(words[:3]), 3)[0, :, 0][:4]
     assert [sorted(pair) for pair in np.asarray(places).reshape(2, 2)] == [[2, 4], [0, 5]]
-    if bits is None:
-        np.testing.assert_array_equal(words[3:].view(np.float32), [2, 2, 8, 8, 8, 8])
-        assert info.payload_bits == 3 * 4 + 32 * 6
-    else:
-        codes = unpack_planes(jnp.asarray(words[3:5]), 2)[0, :, 0]
-        assert codes[:6].tolist() == [2] * 6
-        np.testing.assert_array_equal(words[5:].view(np.float32), [0, 0, 8, 0, 0, 0, 2, 0])
-        assert info.payload_bits == 3 * 4 + 2 * 6 + 32 * 8
+    codes = unpack_planes(jnp.asarray(words[3:5]), 2)[0, :, 0]
+    assert codes[:6].tolist() == [2] * 6
+    np.testing.assert_array_equal(words[5:].view(np.float32), [0, 0, 8, 0, 0, 0, 2, 0])
+    assert info.payload_bits == 3 * 4 + 2 * 6 + 32 * 8
     assert info.sent == 6
 
 
@@ -89,7 +84,7 @@ def test_an_entry_is_averaged_over_all_workers_or_those_that_send_it(average, ex
 @pytest.mark.parametrize(("shape", "chunk"), [((5, 5), 4), ((4, 7), 3), ((23,), 4), ((2, 2, 3), 2)])
 def test_padding_is_never_sent_in_place_of_an_entry(shape, chunk):
     g = RNG.normal(size=shape).astype(np.float32)
-    update, state = first_update(g, top_k=chunk**2 - 1 if len(shape) > 1 else 3, chunk=chunk, bits=None)
+    update, state = first_update(g, top_k=chunk**2 - 1 if len(shape) > 1 else 3, chunk=chunk, bits=4)
     info = gcjax.info(state)
     assert info.sent == np.count_nonzero(update)
     assert info.residual_norm == pytest.approx(np.linalg.norm(g - update), abs=1e-6)

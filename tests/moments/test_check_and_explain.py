@@ -100,7 +100,7 @@ def tokens(dtype, size=32):
     def loss(params, batch):
         return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, batch[0]), batch[1]).mean()
 
-    return loss, net.init(jax.random.key(0), x[:1]), (x, y)
+    return loss, jax.jit(net.init)(jax.random.key(0), x[:1]), (x, y)
 
 
 def images(dtype, size=32):
@@ -113,7 +113,7 @@ def images(dtype, size=32):
     def loss(params, batch):
         return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, batch[0]), batch[1]).mean()
 
-    return loss, net.init(jax.random.key(0), x), (x, y)
+    return loss, jax.jit(net.init)(jax.random.key(0), x), (x, y)
 
 
 def few_tokens(dtype):

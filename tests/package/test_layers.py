@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -83,3 +84,9 @@ def test_nothing_prints_or_asserts():
             assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}"
             prints = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
             assert not prints or part(path) == "__main__", path
+
+
+def test_the_page_of_the_house_has_the_rooms_in_this_order():
+    page = (ROOT.parent / "docs/house.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert [name.rstrip("/") for row in rows for name in re.findall(r"`([\w/]+)`", row)] == ORDER

@@ -11,7 +11,8 @@ from rows import Row
 import gcjax.extend as gx
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/extend.md").read_text()
-SOURCE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+SOURCE = next(block for block in BLOCKS if "def scaled_sign_compress" in block)
 NAMES: dict = {}
 exec(compile(SOURCE, "extend.md", "exec"), NAMES)
 

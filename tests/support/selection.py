@@ -31,7 +31,11 @@ def cases(names, values, default=None, *, short=None, ids=None, marks: Callable 
 
 
 def chosen(rule, every, among):
-    """The numbers of the cases among these that the rule chooses."""
+    """The numbers of the cases among these that the rule chooses.
+
+    >>> chosen((lambda n: n > 1, 2), [(1,), (2,), (3,), (4,)], range(4))
+    [1, 3]
+    """
     if rule is None:
         return list(among)
     if isinstance(rule, tuple):

@@ -126,7 +126,7 @@ def main(port, processes, process, cases):
     info = gcjax.info(state.opt_state)
     found["info"] = [info.sent.shape, info.residual_norm.shape, info.wire_bytes]
     tx = gcjax.gossip.local_sgd(1, axis_name=mesh.axis_names)
-    found["gossip info"] = gcjax.gossip.info(gcjax.distribute(tx.init(jnp.ones(3)), mesh)).bits.tolist()
+    found["gossip info"] = gcjax.info(gcjax.distribute(tx.init(jnp.ones(3)), mesh)).bits.tolist()
     if "later" in cases:
         found["later"] = message_of(take_step, mesh, step, state, own_rows(rng, 3 if is_last else 1))
 

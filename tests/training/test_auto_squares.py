@@ -209,6 +209,6 @@ def test_without_squares_the_gradients_own_square_stands_for_them():
 
 def test_rounds_of_local_steps_have_no_squares_to_miss():
     compressor = gcjax.variance_compress(axis_name="data", capacity=64)
-    tx = optax.chain(optax.sgd(0.1), gcjax.gossip.local_sgd(2, mixing=1, compressor=compressor, axis_name="data"))
-    step = gcjax.gossip.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS))
+    tx = optax.chain(optax.sgd(0.1), gcjax.gossip.local_sgd(2, compressor=compressor, axis_name="data"))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS))
     step(step.init(jnp.ones(3)), X)  # warnings are errors here

@@ -75,9 +75,10 @@ def test_what_was_owed_is_still_owed(row, path):
     assert gcjax.info(after.state).skipped == 0
 
 
-def test_nothing_is_lost_over_a_run_that_shrinks_and_grows():
+@pytest.mark.parametrize("name", ["variance-owners-hybrid-overflow", "ef_sign-owners"])
+def test_nothing_is_lost_over_a_run_that_shrinks_and_grows(name):
     """Updates and what is left at the end add up to the dense means of all workers that there were."""
-    row = row_named("variance-owners-hybrid-overflow")
+    row = row_named(name)
     total, sent, state = 0.0, 0.0, None
     for seed, workers in enumerate((8, 3, 1, 4)):
         runner = runner_of(row, workers)

@@ -294,3 +294,35 @@ def test_local_gradients_are_not_summed():
     own, summed = jax.jit(run)(jnp.ones(1), x)
     np.testing.assert_array_equal(own, x)
     assert float(summed[0]) == 28.0
+
+
+@pytest.mark.parametrize("row", ["dense", "top_k"])
+def test_the_norm_is_that_of_the_gradient_that_the_optimiser_sees(row):
+    seen = optax.GradientTransformation(
+        lambda params: jnp.float32(0), lambda updates, state, params=None: (updates, optax.tree.norm(updates))
+    )
+    compress = {"dense": gcjax.dense_compress, "top_k": functools.partial(gcjax.top_k_compress, 0.1)}[row]
+    halves = optax.partition(
+        {"a": compress(axis_name="data"), "b": gcjax.dense_compress(axis_name="data")}, {"w": "a", "v": "b"}
+    )
+    params = {"w": jnp.ones((8, 3)), "v": jnp.ones(3)}
+    step = gcjax.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] - p["v"]) ** 2), optax.chain(halves, seen, optax.sgd(0.1)), mesh_of(4)
+    )
+    batch = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    state, metrics = step(step.init(params), batch)
+    assert metrics.grad_norm.shape == ()
+    assert float(metrics.grad_norm) == pytest.approx(float(state.opt_state[1]), rel=1e-6)
+    batch[3, 1] = np.nan
+    _, metrics = step(state, batch)
+    assert np.isnan(metrics.grad_norm)
+
+
+def test_the_norm_moves_nothing_and_is_not_a_number_without_a_compressor():
+    tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(4))
+    state, x = step.init(jnp.ones(64)), np.ones((8, 64), np.float32)
+    assert [c.elements for c in collectives(step.lower(state, x).compile().as_text()) if c.dtype == "f32"] == [64]
+    mean = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "data"))
+    step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.chain(mean, optax.sgd(0.1)), mesh_of(4))
+    assert np.isnan(step(step.init(jnp.ones(64)), x)[1].grad_norm)

@@ -62,7 +62,7 @@ TRANSFORMS = {  # each with what the error says, from init or the first step
     "make",
     [
         lambda tx: make_step(tx=tx),
-        lambda tx: gcjax.gossip.make_train_step(loss_fn, tx, mesh_of(2), axis_name="data"),
+        lambda tx: gcjax.make_train_step(loss_fn, tx, mesh_of(2), axis_name="data"),
         lambda tx: gcjax.compressed_value_and_grad(loss_fn, tx, mesh_of(2), axis_name="data"),
         lambda tx: gcjax.local_transform(tx, "data"),
         lambda tx: gcjax.scale_first(tx, variance()),
@@ -103,31 +103,25 @@ def test_a_compressor_that_lacks_an_axis_of_the_step_raises(first):
 
 
 @pytest.mark.parametrize("bias", ["sharded", "whole"])
-@pytest.mark.parametrize("before", [False, True])
-def test_a_transform_that_mixes_parameters_raises_where_each_device_has_shards(bias, before):
-    chained = [gcjax.dense_compress(axis_name="slow"), optax.clip_by_global_norm(0.1)]
+def test_a_transform_that_mixes_shards_before_the_compressor_raises(bias):
     specs = {"w": jax.P(None, "fast"), "b": jax.P("fast" if bias == "sharded" else None)}
-    tx = optax.chain(*chained[::-1] if before else chained)
-    with pytest.raises(ValueError, match=r"params\['[bw]'\] depends on the shards .* \['fast'\].*clip_by_global_norm"):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), gcjax.dense_compress(axis_name="slow"))
+    with pytest.raises(ValueError, match=r"params\['[bw]'\] depends.* on the shards .* \['fast'\].*Put it after"):
         two_axes(tx, specs)
     if bias == "sharded":
         two_axes(tx, specs, checks=False)
 
 
-@pytest.mark.parametrize(
-    ("transform", "says"),
-    [
-        (
-            optax.adafactor(0.1, min_dim_size_to_factor=1),
-            r"opt_state.*v_\w+\['[bw]'\] would .* between the shards along",
-        ),
-        (optax.apply_if_finite(optax.adam(0.1), 3), r"notfinite_count would differ between the shards along"),
-    ],
-    ids=["adafactor", "apply_if_finite"],
-)
-def test_transforms_whose_state_would_differ_between_shards_raise(transform, says):
-    with pytest.raises(ValueError, match=says):
-        two_axes(optax.chain(gcjax.dense_compress(axis_name="slow"), transform), jax.P(None, "fast"), start=MATRIX)
+def test_a_sharded_parameter_that_passes_through_no_compressor_raises():
+    tx = optax.stateless(lambda updates, params: jax.lax.pmean(updates, "slow"))
+    with pytest.raises(ValueError, match=r"params\['b'\] passes through no compressor.*gcjax.dense_compress"):
+        two_axes(tx, {"w": jax.P(None, "fast"), "b": jax.P()})
+
+
+def test_transforms_whose_state_has_the_shape_of_no_parameter_take_no_shards():
+    adafactor = optax.adafactor(0.1, min_dim_size_to_factor=1)
+    with pytest.raises(ValueError, match=r"opt_state.*v_\w+\['[bw]'\] would .* between the shards along"):
+        two_axes(optax.chain(gcjax.dense_compress(axis_name="slow"), adafactor), jax.P(None, "fast"), start=MATRIX)
 
 
 def test_transforms_that_keep_parameters_apart_take_shards():
@@ -160,7 +154,7 @@ def test_parameters_of_other_devices_are_moved():
 
 
 def test_transforms_that_ask_for_what_a_step_lacks_raise():
-    with pytest.raises(TypeError, match=r"tx needs an argument .* 'grad' and 'value_fn'\. It gets value"):
+    with pytest.raises(TypeError, match=r"(?s)'grad' and 'value_fn'.*A step gives tx .*value.*such as a line search"):
         first_step(tx=optax.chain(variance(), optax.lbfgs()))
 
 
@@ -229,7 +223,7 @@ def test_model_state_must_keep_its_shapes():
 
 def test_a_random_key_is_no_model_state_and_no_parameter():
     step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
-    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*nnx\.reseed\(model"
+    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*flax\.reseed\(model"
     with pytest.raises(TypeError, match=rf"model_state\['rng'\] is a random key.*{cure}"):
         step.init(PARAMS, model_state=rng)
     with pytest.raises(TypeError, match=rf"params\['rng'\] is a random key, which cannot be trained.*{cure}"):
@@ -341,7 +335,7 @@ def test_sam_trains_behind_the_compressor_and_says_so_elsewhere():
     behind = sam(optax.sgd(1e-3))
     for tx in (optax.chain(variance(), behind), sam(optax.chain(variance(), optax.sgd(1e-3)))):
         step = make_step(tx=tx)
-        with pytest.raises(TypeError, match=r"takes no extra arguments.*wrap it: optax\.GradientTransformation"):
+        with pytest.raises(TypeError, match=r"(?s)unexpected keyword.*takes no extra arguments.*wrap it: optax\.Grad"):
             step(step.init(PARAMS), BATCH)
     step = make_step(tx=optax.chain(variance(), optax.GradientTransformation(*behind)))
     state, first = step(step.init(PARAMS), BATCH)

@@ -95,6 +95,16 @@ class Row(NamedTuple):
     rounds_to_nearest: bool = False
 
 
+def made_by(factory, *given, **options):
+    """The `make` of a `Row`: a factory with these arguments, of which keywords may replace some."""
+    return lambda axis_name=None, **more: factory(*given, **(options | more), axis_name=axis_name)
+
+
+def before_sgd(factory, *given, **options) -> Chain:
+    """The chain of a factory with these arguments and plain SGD."""
+    return lambda axis_name, rate: optax.chain(factory(*given, **options, axis_name=axis_name), optax.sgd(rate))
+
+
 def seed_words(key, step, leaf=0, begin=0, rank=None, message=None) -> np.ndarray:
     """The two words that `gcjax._kernels.hashing.hash_bits` draws from the key of one step, for numpy oracles.
 

@@ -1,13 +1,13 @@
 """demo_compress: its rows, the oracle and the recommended chain."""
 
+import functools
 import math
 
 import numpy as np
-import optax
 from chunk_oracle import ChunkedLeaf
 
 import gcjax
-from rows import SHAPES, Row
+from rows import SHAPES, Row, before_sgd, made_by
 
 
 def cosines(n):
@@ -56,22 +56,17 @@ class DemoOracle:
 
 
 def row(name, rare=False, **options):
-    def make(axis_name=None, **more):
-        return gcjax.contrib.demo_compress(**options, axis_name=axis_name, **more)
-
-    def make_oracle(workers, sizes):
-        return DemoOracle(workers, sizes, **options)
-
-    conserves = options["decay"] == 1
-    return Row(f"demo-{name}", "demo_compress", make, make_oracle, conserves, rtol=1e-5, rare=rare)
+    return Row(
+        f"demo-{name}",
+        "demo_compress",
+        made_by(gcjax.contrib.demo_compress, **options),
+        functools.partial(DemoOracle, **options),
+        conserves=options["decay"] == 1,
+        rtol=1e-5,
+        rare=rare,
+    )
 
 
 ROWS = [row("padded", top_k=3, chunk=6, decay=1.0), row("decay", rare=True, top_k=8, chunk=64, decay=0.5)]
-
-
 # Without DeMo's sign, with which every step is as long as the learning rate: see the last test of training.
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.demo_compress(axis_name=axis_name), optax.scale_by_learning_rate(learning_rate))
-
-
-CHAINS = {"demo_compress": chain}
+CHAINS = {"demo_compress": before_sgd(gcjax.contrib.demo_compress)}

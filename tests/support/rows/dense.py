@@ -1,33 +1,28 @@
 """dense_compress: its rows, the oracle and the recommended chain."""
 
-import optax
+import functools
+
 from codec_oracle import CodecOracle
 from oracle import F
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 
 def row(dtype, transport="all_gather"):
+    """Sums over three or more workers may round in another order, so float32 is compared with a tolerance."""
     exact = dtype == "float32"
     options = {} if exact else {"transport": transport}
-
-    def make(axis_name=None, **more):
-        return gcjax.dense_compress(dtype, **options, axis_name=axis_name, **more)
 
     def code(leaves, places, words):
         del places, words
         return [x.astype(dtype).astype(F) for x in leaves]
 
-    def make_oracle(workers, sizes):
-        """Sums over three or more workers may round in another order, so float32 is compared with a tolerance."""
-        return CodecOracle(workers, sizes, code, transport=transport, owners_keep=False)
-
     return Row(
         f"dense-{dtype}{'-owners' * (transport == 'two_phase')}",
         "dense_compress",
-        make,
-        make_oracle,
+        made_by(gcjax.dense_compress, dtype, **options),
+        functools.partial(CodecOracle, code=code, transport=transport, owners_keep=False),
         conserves=exact,
         rtol=1e-6,
         bucket_invariant=True,
@@ -38,16 +33,5 @@ def row(dtype, transport="all_gather"):
     )
 
 
-ROWS = [
-    row("float32"),
-    row("bfloat16", "all_gather"),
-    row("float16", "all_gather"),
-    row("float16", "two_phase"),
-]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.dense_compress(axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"dense_compress": chain}
+ROWS = [row("float32"), row("bfloat16"), row("float16"), row("float16", "two_phase")]
+CHAINS = {"dense_compress": before_sgd(gcjax.dense_compress)}

@@ -3,11 +3,10 @@
 import math
 
 import numpy as np
-import optax
 from oracle import TINY, SparseOracle
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 
 def reaching_quantile(magnitudes, density):
@@ -21,11 +20,6 @@ CAPACITIES = (32, 64, 96)  # 1/2, 5/4 and 2 times 42 of the 854 entries, or 44 l
 
 def row(name, layer_wise):
     density = 0.05
-
-    def make(axis_name=None, **more):
-        return gcjax.contrib.drop_compress(
-            density, layer_wise=layer_wise, axis_name=axis_name, **({"transport": "all_gather"} | more)
-        )
 
     def make_oracle(workers, sizes):
         def select(a, step):
@@ -41,15 +35,15 @@ def row(name, layer_wise):
         return SparseOracle(workers, sizes, select, max(CAPACITIES))
 
     return Row(
-        f"drop-{name}", "drop_compress", make, make_oracle, conserves=True, capacities=CAPACITIES, rare=layer_wise
+        f"drop-{name}",
+        "drop_compress",
+        made_by(gcjax.contrib.drop_compress, density, layer_wise=layer_wise, transport="all_gather"),
+        make_oracle,
+        conserves=True,
+        capacities=CAPACITIES,
+        rare=layer_wise,
     )
 
 
 ROWS = [row("global", False), row("layer_wise", True)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.drop_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"drop_compress": chain}
+CHAINS = {"drop_compress": before_sgd(gcjax.contrib.drop_compress, 0.1)}

@@ -1,13 +1,13 @@
 """dryden_compress: its rows, the oracle and the recommended chain."""
 
+import functools
 import math
 
 import numpy as np
-import optax
 from oracle import TINY, F, split, wire
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 
 def select(leaf, density):
@@ -49,19 +49,12 @@ class DrydenOracle:
         return split(mean, self.sizes), counts
 
 
-def row(name, density, capacity, transport="all_gather", wire="compact", rare=False):
-    def make(axis_name=None, **more):
-        settings = {"capacity": capacity, "transport": transport, "wire": wire, "axis_name": axis_name}
-        return gcjax.contrib.dryden_compress(density, **(settings | more))
-
-    def make_oracle(workers, sizes):
-        return DrydenOracle(workers, sizes, density, capacity, transport)
-
+def row(name, density, capacity, transport="all_gather", rare=False):
     return Row(
         f"dryden-{name}",
         "dryden_compress",
-        make,
-        make_oracle,
+        made_by(gcjax.contrib.dryden_compress, density, capacity=capacity, transport=transport),
+        functools.partial(DrydenOracle, density=density, capacity=capacity, transport=transport),
         conserves=True,
         rtol=1e-6,
         capacities=capacity,
@@ -74,13 +67,5 @@ ROWS = [
     row("capacities", 0.05, (64, 96, 128, 416)),
     row("overflow", 0.1, (32,), rare=True),
     row("owners", 0.4, (64,), "two_phase", rare=True),
-    row("words", 0.4, (64, 416), wire="word", rare=True),
-    row("owners-words", 0.4, (64, 416), "two_phase", "word", rare=True),
 ]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.dryden_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"dryden_compress": chain}
+CHAINS = {"dryden_compress": before_sgd(gcjax.contrib.dryden_compress, 0.1)}

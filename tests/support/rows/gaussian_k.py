@@ -4,11 +4,10 @@ import math
 from statistics import NormalDist
 
 import numpy as np
-import optax
 from oracle import TINY, SparseOracle
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 
 def expected_entries(a, density):
@@ -31,10 +30,6 @@ def paper_rounds(x, threshold, k):
     return chosen
 
 
-def make(axis_name=None, **more):
-    return gcjax.contrib.gaussian_k_compress(0.05, axis_name=axis_name, **({"transport": "all_gather"} | more))
-
-
 CAPACITIES = (32, 64, 192)  # 1/2, 4/3 and 4 times 42 in multiples of 32
 
 
@@ -42,11 +37,6 @@ def make_oracle(workers, sizes):
     return SparseOracle(workers, sizes, lambda a, step: expected_entries(a, 0.05), max(CAPACITIES))
 
 
-ROWS = [Row("gaussian_k", "gaussian_k_compress", make, make_oracle, conserves=True, capacities=CAPACITIES)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.gaussian_k_compress(0.1, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"gaussian_k_compress": chain}
+MAKE = made_by(gcjax.contrib.gaussian_k_compress, 0.05, transport="all_gather")
+ROWS = [Row("gaussian_k", "gaussian_k_compress", MAKE, make_oracle, conserves=True, capacities=CAPACITIES)]
+CHAINS = {"gaussian_k_compress": before_sgd(gcjax.contrib.gaussian_k_compress, 0.1)}

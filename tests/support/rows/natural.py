@@ -1,13 +1,14 @@
 """natural_compress: its rows, the oracle and the recommended chain."""
 
+import functools
+
 import jax
 import numpy as np
-import optax
 from codec_oracle import CodecOracle
 from oracle import F, floor_log2, hash_bits, nearest_power
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 KEY = jax.random.key(13)
 
@@ -30,20 +31,10 @@ def code_mean(leaves, places, words):
 
 
 def row(name, transport, rare=False):
-    def make(axis_name=None, **more):
-        return gcjax.contrib.natural_compress(key=KEY, transport=transport, axis_name=axis_name, **more)
-
-    def make_oracle(workers, sizes):
-        return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
-
-    return Row(name, "natural_compress", make, make_oracle, rare=rare)
+    oracle = functools.partial(CodecOracle, code=code, key=KEY, transport=transport, code_mean=code_mean)
+    make = made_by(gcjax.contrib.natural_compress, key=KEY, transport=transport)
+    return Row(name, "natural_compress", make, oracle, rare=rare)
 
 
 ROWS = [row("natural", "all_gather"), row("natural-owners", "two_phase", rare=True)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.natural_compress(key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"natural_compress": chain}
+CHAINS = {"natural_compress": before_sgd(gcjax.contrib.natural_compress, key=KEY)}

@@ -1,11 +1,10 @@
 """onebit_compress: its rows, the oracle and the recommended chain."""
 
 import numpy as np
-import optax
 from oracle import F
 
 import gcjax
-from rows import SHAPES, Row
+from rows import SHAPES, Row, before_sgd, made_by
 
 
 def columns_of(shape):
@@ -64,15 +63,7 @@ class OneBitOracle:
         return update, [(entries, entries, 0, 0)] * self.workers
 
 
-def make(axis_name=None, **more):
-    return gcjax.onebit_compress(axis_name=axis_name, **more)
-
-
-ROWS = [Row("onebit", "onebit_compress", make, OneBitOracle, conserves=True, rtol=1e-5)]
-
-
-def chain(axis_name, learning_rate):
-    return optax.chain(gcjax.onebit_compress(axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"onebit_compress": chain}
+ROWS = [
+    Row("onebit", "onebit_compress", made_by(gcjax.onebit_compress), OneBitOracle, conserves=True, rtol=1e-5),
+]
+CHAINS = {"onebit_compress": before_sgd(gcjax.onebit_compress)}

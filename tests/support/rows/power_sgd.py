@@ -6,7 +6,7 @@ import optax
 from oracle import F
 
 import gcjax
-from rows import SHAPES, SIZES, Row
+from rows import SHAPES, Row
 
 SEED = 3
 
@@ -30,13 +30,13 @@ def orthogonalised(p):
 class PowerSGDOracle:
     """Algorithms 1 and 2 of the paper, in float64, one matrix at a time."""
 
-    def __init__(self, workers, sizes, rank, min_rate=2, start_step=0, shapes=None):
-        self.rank, self.start_step, self.steps = rank, start_step, 0
+    def __init__(self, workers, sizes, rank, shapes=None):
+        self.rank, self.steps = rank, 0
         self.shapes = []
         for shape, size in zip(SHAPES.values() if shapes is None else shapes, sizes, strict=True):
             m = shape[-1] if shape else 1
             n = size // m
-            self.shapes.append((n, m) if size >= min_rate * rank * (n + m) else None)
+            self.shapes.append((n, m) if size >= 2 * rank * (n + m) else None)
         self.errors = [[np.zeros(size) for size in sizes] for _ in range(workers)]
         self.q = {}
 
@@ -45,17 +45,14 @@ class PowerSGDOracle:
         mean, floats = [], 0
         for leaf, shape in enumerate(self.shapes):
             taken = [g[leaf] + e[leaf] for g, e in zip(gradients, self.errors, strict=True)]
-            if shape is None or self.steps < self.start_step:
+            if shape is None:
                 out = np.mean(taken, axis=0)
-                sent = taken if shape else None
                 floats += out.size
             else:
                 out = self.low_rank(leaf, [x.reshape(shape) for x in taken]).ravel()
-                sent = [out] * len(taken)
                 floats += self.rank * sum(shape)
-            if sent:
-                for error, x, y in zip(self.errors, taken, sent, strict=True):
-                    error[leaf] = x - y
+                for error, x in zip(self.errors, taken, strict=True):
+                    error[leaf] = x - out
             mean.append(out.astype(F))
         self.steps += 1
         return mean, [(floats, floats, 0, 0)] * len(gradients)
@@ -69,29 +66,25 @@ class PowerSGDOracle:
         return p @ self.q[leaf].T
 
 
-def row(name, capacities=(), **options):
-    def make(axis_name=None, capacity=None, **more):
-        del capacity  # some laws give one to every row with capacities
-        return gcjax.power_sgd_compress(key=jax.random.key(SEED), axis_name=axis_name, **options, **more)
+def make(axis_name=None, **more):
+    return gcjax.power_sgd_compress(rank=2, key=jax.random.key(SEED), axis_name=axis_name, **more)
 
-    def make_oracle(workers, sizes):
-        return PowerSGDOracle(workers, sizes, **options)
 
-    return Row(
-        f"power_sgd-{name}",
+def make_oracle(workers, sizes):
+    return PowerSGDOracle(workers, sizes, rank=2)
+
+
+ROWS = [
+    Row(
+        "power_sgd-rank2",
         "power_sgd_compress",
         make,
         make_oracle,
         conserves=True,
         rtol=1e-5,
-        capacities=capacities,
         wire=frozenset({"s32", "f32"}),
-        dense_wire=bool(capacities),
-        rare=bool(capacities),
     )
-
-
-ROWS = [row("rank2", rank=2), row("start", capacities=(122, sum(SIZES)), rank=1, start_step=2)]
+]
 
 
 def chain(axis_name, learning_rate):

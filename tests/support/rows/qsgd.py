@@ -12,9 +12,8 @@ from rows import Row
 KEY = jax.random.key(11)
 
 
-def quantised(block, draws, levels, norm):
-    exact = block.astype(np.float64)
-    scale = F(np.abs(block).max() if norm == "max" else np.sqrt((exact**2).sum()))
+def quantised(block, draws, levels):
+    scale = F(np.abs(block).max())
     sent = np.zeros(len(block), F)
     for i, x in enumerate(block):
         if x != 0:
@@ -25,7 +24,7 @@ def quantised(block, draws, levels, norm):
     return sent
 
 
-def code_of(bits, bucket_size, norm, nearest=False):
+def code_of(bits, bucket_size, nearest=False):
     def code(leaves, places, words):
         sent = [np.zeros(len(x), F) for x in leaves]
         for leaf, x in enumerate(leaves):
@@ -34,20 +33,20 @@ def code_of(bits, bucket_size, norm, nearest=False):
                 block = np.flatnonzero(block_of == k)
                 draws = uniform(words, places.positions[leaf][block])
                 draws = np.full(len(block), 0.5) if nearest else draws
-                sent[leaf][block] = quantised(x[block], draws, 2 ** (bits - 1) - 1, norm)
+                sent[leaf][block] = quantised(x[block], draws, 2 ** (bits - 1) - 1)
         return sent
 
     return code
 
 
-def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **options):
+def row(name, bits, bucket_size, transport="all_gather", rare=False, **options):
     def make(axis_name=None, **more):
         return gcjax.qsgd_compress(
-            bits, bucket_size, norm=norm, key=KEY, transport=transport, axis_name=axis_name, **options, **more
+            bits, bucket_size, key=KEY, transport=transport, axis_name=axis_name, **options, **more
         )
 
     def make_oracle(workers, sizes):
-        code, code_mean = code_of(bits, bucket_size, norm), code_of(bits, bucket_size, "max", nearest=True)
+        code, code_mean = code_of(bits, bucket_size), code_of(bits, bucket_size, nearest=True)
         return CodecOracle(workers, sizes, code, key=KEY, transport=transport, code_mean=code_mean)
 
     return Row(
@@ -56,9 +55,9 @@ def row(name, bits, bucket_size, norm, transport="all_gather", rare=False, **opt
 
 
 ROWS = [
-    row("qsgd-4", 4, 512, "max"),
-    row("qsgd-3-l2", 3, 64, "l2", rare=True),
-    row("qsgd-3-owners", 3, 64, "max", transport="two_phase", rare=True),
+    row("qsgd-4", 4, 512),
+    row("qsgd-3", 3, 64, rare=True),
+    row("qsgd-3-owners", 3, 64, transport="two_phase", rare=True),
 ]
 
 

@@ -1,11 +1,10 @@
 """sign_vote_compress: its rows, the oracle and the recommended chain."""
 
 import numpy as np
-import optax
 from oracle import F
 
 import gcjax
-from rows import Row
+from rows import Row, before_sgd, made_by
 
 
 class VoteOracle:
@@ -26,26 +25,11 @@ class VoteOracle:
         return update, [(entries, entries, 0, 0)] * len(self.m)
 
 
-def make_vote(axis_name=None, **more):
-    return gcjax.contrib.sign_vote_compress(axis_name=axis_name, **more)
-
-
-def make_signum(axis_name=None, **more):
-    return gcjax.contrib.signum_compress(0.5, axis_name=axis_name, **more)  # halves are exact in float32
-
-
+VOTE, SIGNUM = gcjax.contrib.sign_vote_compress, gcjax.contrib.signum_compress
 ROWS = [
-    Row("sign_vote", "sign_vote_compress", make_vote, lambda *a: VoteOracle(*a, 0.0), bucket_invariant=True),
-    Row("signum-0.5", "signum_compress", make_signum, lambda *a: VoteOracle(*a, 0.5), bucket_invariant=True),
+    Row("sign_vote", "sign_vote_compress", made_by(VOTE), lambda *a: VoteOracle(*a, 0.0), bucket_invariant=True),
+    Row(  # halves are exact in float32
+        "signum-0.5", "signum_compress", made_by(SIGNUM, 0.5), lambda *a: VoteOracle(*a, 0.5), bucket_invariant=True
+    ),
 ]
-
-
-def vote_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.sign_vote_compress(axis_name=axis_name), optax.sgd(learning_rate))
-
-
-def signum_chain(axis_name, learning_rate):
-    return optax.chain(gcjax.contrib.signum_compress(axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"sign_vote_compress": vote_chain, "signum_compress": signum_chain}
+CHAINS = {"sign_vote_compress": before_sgd(VOTE), "signum_compress": before_sgd(SIGNUM)}

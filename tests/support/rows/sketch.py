@@ -1,12 +1,13 @@
 """sketch_compress: its rows, the oracle and the recommended chain."""
 
+import functools
+
 import jax
 import numpy as np
-import optax
 from oracle import INDEX, F, hash_bits, largest, quick_bits, split
 
 import gcjax
-from rows import POSITIONS, Row, seed_words
+from rows import POSITIONS, Row, before_sgd, made_by, seed_words
 
 KEY = jax.random.key(12)
 
@@ -53,25 +54,16 @@ class SketchOracle:
 
 def row(momentum):
     options = {"density": 0.02, "rows": 3, "columns": 64, "momentum": momentum}
-
-    def make(axis_name=None, **more):
-        return gcjax.contrib.sketch_compress(**options, key=KEY, axis_name=axis_name, **more)
-
-    def make_oracle(workers, sizes):
-        return SketchOracle(workers, sizes, **options)
-
-    name, wire = f"sketch-{momentum}", frozenset({"s32", "f32"})
-    return Row(name, "sketch_compress", make, make_oracle, conserves=momentum == 0, wire=wire, rare=momentum > 0)
-
-
-ROWS = [row(0.0), row(0.5)]
-
-
-def chain(axis_name, learning_rate):
-    key = jax.random.key(0)
-    return optax.chain(
-        gcjax.contrib.sketch_compress(0.1, 5, 128, key=key, axis_name=axis_name), optax.sgd(learning_rate)
+    return Row(
+        f"sketch-{momentum}",
+        "sketch_compress",
+        made_by(gcjax.contrib.sketch_compress, **options, key=KEY),
+        functools.partial(SketchOracle, **options),
+        conserves=momentum == 0,
+        wire=frozenset({"s32", "f32"}),
+        rare=momentum > 0,
     )
 
 
-CHAINS = {"sketch_compress": chain}
+ROWS = [row(0.0), row(0.5)]
+CHAINS = {"sketch_compress": before_sgd(gcjax.contrib.sketch_compress, 0.1, 5, 128, key=jax.random.key(0))}

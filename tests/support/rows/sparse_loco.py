@@ -1,11 +1,12 @@
 """sparse_loco_compress: its rows, the oracle and the recommended chain."""
 
+import functools
+
 import numpy as np
-import optax
 from chunk_oracle import ChunkedLeaf
 
 import gcjax
-from rows import SHAPES, Row
+from rows import SHAPES, Row, before_sgd, made_by
 
 
 def rounded(values, bits):
@@ -36,7 +37,7 @@ class LeafOracle(ChunkedLeaf):
             mask[kept] = True
             chosen[part] = mask.reshape(magnitudes[part].shape) & (magnitudes[part] >= 0)
         sent = np.zeros_like(x)
-        sent[chosen] = x[chosen] if self.bits is None else rounded(x[chosen], self.bits)
+        sent[chosen] = rounded(x[chosen], self.bits)
         self.left = self.left - self.flat(sent)
         return self.flat(sent), self.flat(chosen)
 
@@ -62,28 +63,21 @@ class SparseLocoOracle:
 
 
 def row(name, rare=False, **options):
-    def make(axis_name=None, **more):
-        return gcjax.sparse_loco_compress(**options, axis_name=axis_name, **more)
-
-    def make_oracle(workers, sizes):
-        return SparseLocoOracle(workers, sizes, **options)
-
-    conserves = options["decay"] == 1 and options.get("average") == "workers"
-    return Row(f"sparse_loco-{name}", "sparse_loco_compress", make, make_oracle, conserves, rtol=1e-5, rare=rare)
+    return Row(
+        f"sparse_loco-{name}",
+        "sparse_loco_compress",
+        made_by(gcjax.sparse_loco_compress, **options),
+        functools.partial(SparseLocoOracle, **options),
+        conserves=options["decay"] == 1 and options.get("average") == "workers",
+        rtol=1e-5,
+        rare=rare,
+    )
 
 
 # As many entries as chunks have runs, so that of equal magnitudes the first are sent, as in the oracle.
 ROWS = [
     row("2-bits", top_k=7, chunk=7, decay=1.0, bits=2, average="workers"),
     row("senders", top_k=7, chunk=7, decay=0.5, bits=2),
-    row("float32", rare=True, top_k=5, chunk=6, decay=1.0, bits=None, average="workers"),
     row("whole", rare=True, top_k=4096, chunk=64, decay=0.9, bits=4),
 ]
-
-
-def chain(axis_name, learning_rate):
-    sparse = gcjax.sparse_loco_compress(decay=1.0, average="workers", axis_name=axis_name)
-    return optax.chain(sparse, optax.sgd(learning_rate))
-
-
-CHAINS = {"sparse_loco_compress": chain}
+CHAINS = {"sparse_loco_compress": before_sgd(gcjax.sparse_loco_compress, decay=1.0, average="workers")}

@@ -2,12 +2,11 @@
 
 import jax
 import numpy as np
-import optax
 from codec_oracle import CodecOracle
 from oracle import F, uniform
 
 import gcjax
-from rows import POSITIONS, Row, seed_words
+from rows import POSITIONS, Row, before_sgd, made_by, seed_words
 
 KEY = jax.random.key(17)
 
@@ -50,10 +49,6 @@ def code_mean(leaves, places, words):
 
 
 def row(name, aggregate, clip, wire, transport="all_gather", rare=False):
-    def make(axis_name=None, **more):
-        options = {"aggregate": aggregate, "transport": transport, "key": KEY}
-        return gcjax.contrib.terngrad_compress(clip, **options, axis_name=axis_name, **more)
-
     def code_clipped(leaves, places, words):
         return code([clipped_to(clip, x) for x in leaves], places, words)
 
@@ -62,6 +57,7 @@ def row(name, aggregate, clip, wire, transport="all_gather", rare=False):
             return SumOracle(workers, sizes, clip)
         return CodecOracle(workers, sizes, code_clipped, key=KEY, transport=transport, code_mean=code_mean)
 
+    make = made_by(gcjax.contrib.terngrad_compress, clip, aggregate=aggregate, transport=transport, key=KEY)
     return Row(name, "terngrad_compress", make, make_oracle, rtol=1e-6, wire=frozenset(wire), rare=rare)
 
 
@@ -71,11 +67,5 @@ ROWS = [
     row("terngrad-gather", "gather", 1.5, {"u32", "s32"}, "all_gather", rare=True),
     row("terngrad-owners", "gather", 1.5, {"u32", "s32"}, "two_phase", rare=True),
 ]
-
-
-def chain(axis_name, learning_rate):
-    """Without clipping, because clipping moves the point where the workers' mean gradient is zero."""
-    return optax.chain(gcjax.contrib.terngrad_compress(None, key=KEY, axis_name=axis_name), optax.sgd(learning_rate))
-
-
-CHAINS = {"terngrad_compress": chain}
+# Without clipping, because clipping moves the point where the workers' mean gradient is zero.
+CHAINS = {"terngrad_compress": before_sgd(gcjax.contrib.terngrad_compress, None, key=KEY)}

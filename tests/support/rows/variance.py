@@ -4,14 +4,11 @@ import optax
 from variance_oracle import VarianceOracle
 
 import gcjax
-from rows import CAPACITY, Row
+from rows import CAPACITY, Row, made_by
 
 
 def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **options):
     settings = {"alpha": 1.5, "decay": 0.5, "capacity": capacity, "transport": transport, **options}
-
-    def make(axis_name=None, **more):
-        return gcjax.variance_compress(**(settings | {"axis_name": axis_name} | more))
 
     def make_oracle(workers, sizes):
         return VarianceOracle(workers, sizes, **{k: settings[k] for k in settings if k != "wire"})
@@ -20,7 +17,7 @@ def row(name, *, capacity=CAPACITY, transport="all_gather", rare=False, **option
     return Row(
         f"variance-{name}",
         "variance_compress",
-        make,
+        made_by(gcjax.variance_compress, **settings),
         make_oracle,
         conserves=hybrid,
         capacities=capacity,
