@@ -6,7 +6,7 @@ Private names, their uses, and the loss without them:
   all-reduced would be noticed.
 - `config._check_vma`: turns that typing off for a part of a program. Without it there is no `sample_axis` inside
   `shard_map`, and no agreement whose result is typed as equal on all workers.
-- `JaxprEqn.ctx`, `Primitive.get_bind_params`: what `jax.core.eval_jaxpr` needs for an equation, beside its operands.
+- `JaxprEqn.ctx`, `Primitive.get_bind_params`: the inputs of `jax.core.eval_jaxpr` for an equation, beside its operands.
   Without them no equation of a loss can be run alone, so there are no squares but those of `method="vmap"`.
 - `distributed.global_state.client`: the store that processes share before any collective runs. Without it processes
   that run different programs would wait for each other for ever, instead of raising.

@@ -58,11 +58,6 @@ class Segment(NamedTuple):
         row, column = entry // self.words, self.word + entry % self.words
         return column // LANES * BLOCK + row * LANES + column % LANES
 
-    @property
-    def blocks(self) -> slice:
-        """Its own blocks, if it has any."""
-        return slice(self.word // LANES, (self.word + self.words) // LANES)
-
 
 class Part(NamedTuple):
     """The blocks `begin` to `end` of a bucket: of one large leaf, or of all small ones, the segments numbered here."""
@@ -117,7 +112,8 @@ class Bucket:
 
     def parts(self) -> list[Part]:
         """All blocks, by the leaves that they belong to."""
-        parts = [Part(s.blocks.start, s.blocks.stop, (i,)) for i, s in enumerate(self.segments) if s.has_blocks]
+        large = [(i, s) for i, s in enumerate(self.segments) if s.has_blocks]
+        parts = [Part(s.word // LANES, (s.word + s.words) // LANES, (i,)) for i, s in large]
         small = tuple(range(len(parts), len(self.segments)))
         return [*parts, Part(parts[-1].end if parts else 0, self.shape[0], small)] if small else parts
 

@@ -1,4 +1,4 @@
-"""Leaves cut into chunks, the largest entries of every chunk, and sums of what workers sent of them.
+"""Leaves cut into chunks, the largest entries of every chunk, and sums over workers.
 
 A matrix is cut into chunks of rows and columns. An axis is divided into the fewest equal parts of at most so many
 entries, the last one padded. A leaf with three or more axes is cut like a matrix with its last axis as columns, a

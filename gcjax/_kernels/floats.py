@@ -7,7 +7,7 @@ from jax import lax
 from gcjax._types import Array
 
 FLOAT_MAX = float(jnp.finfo(jnp.float32).max)
-TINY = float(jnp.finfo(jnp.float32).tiny)  # the smallest normal number; XLA flushes what lies below
+TINY = float(jnp.finfo(jnp.float32).tiny)  # the smallest normal number; XLA flushes smaller ones
 
 _SIGN = 1 << 31
 _MANTISSA = 23
@@ -54,7 +54,7 @@ def nearest_exponent(x: Array) -> Array:
 
 
 def rounded(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """`x` rounded to what `dtype` can hold, in its own dtype.
+    """`x` rounded to a number of `dtype`, in its own dtype.
 
     XLA may leave out a conversion to a narrower dtype and back (xla_allow_excess_precision), but never a reduction of
     precision.

@@ -118,7 +118,7 @@ def unflatten(layout: Layout, buckets: Sequence[Sequence[Array]], *, keep_infini
 
 
 def count_beyond_range(layout: Layout, buckets: Sequence[Sequence[Array]]) -> Array:
-    """How many entries lie beyond the range of their leaf's dtype, int32; NaN does not count."""
+    """Number of entries beyond the range of their leaf's dtype, int32; NaN does not count."""
     counts = [
         jnp.sum(jnp.abs(x) > largest, dtype=jnp.int32)
         for bucket, arrays in zip(layout.buckets, buckets, strict=True)

@@ -85,7 +85,7 @@ def orthonormal(p: Array, epsilon: float) -> Array:
     def add(k, basis):
         x = _remove(unit(p[:, k]), basis)
         left = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
-        x = unit(_remove(unit(x), basis))  # rounding errors along the basis may be most of what is left
+        x = unit(_remove(unit(x), basis))  # the rest may be mostly rounding errors along the basis
         return basis.at[:, k].set(jnp.where(left > epsilon, x, 0))
 
     return lax.fori_loop(0, p.shape[1], add, jnp.zeros_like(p))

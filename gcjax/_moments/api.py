@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from gcjax import _jax_compat
 from gcjax._moments.aux import aux_of_batch
 from gcjax._moments.problem import MAX_BYTES, Options, Problem, make_problem
-from gcjax._moments.program import live_equations, run
-from gcjax._moments.rules.node import Key, Sums, accumulator_dtype, stacked_moments, widened
+from gcjax._moments.program import inputs_of, live_equations, run
+from gcjax._moments.rules.node import Sums, accumulator_dtype, stacked_moments, widened
 from gcjax._moments.sink_search import SinkSearch, search_sinks
 from gcjax._types import Array, PyTree
 
@@ -144,16 +144,13 @@ def _stacked(grads: PyTree, outputs: PyTree) -> Result:
 
 
 def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> Result:
-    """Moments made at the sinks: what lies before them runs under vmap."""
+    """Moments made at the sinks; the program before them runs under vmap."""
     program = search.program
-    jaxpr = program.jaxpr
     needs = [key for node in search.nodes for key in node.needs]
-    equations, _ = live_equations(jaxpr, [*program.outputs, *needs])
+    equations, _ = live_equations(program.closed.jaxpr, [*program.outputs, *needs])
 
     def one_group(params, mapped, shared, dummy):
-        env: dict[Key, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(jaxpr.invars, [*params, *mapped, *shared], strict=True))
-        read = run(equations, env, dummy)
+        read = run(equations, inputs_of(program.closed, [*params, *mapped, *shared]), dummy)
         moments = [node.moments_under_vmap(read, dummy) for node in search.nodes]
         return [read(var) for var in program.outputs], moments
 
@@ -169,8 +166,7 @@ def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> 
 
 def _transposed(tree: jax.tree_util.PyTreeDef, pairs: Sequence[Sums]) -> tuple[PyTree, PyTree]:
     """From the sums of each leaf to a tree of sums and a tree of sums of squares."""
-    totals, squares = ([pair[i] for pair in pairs] for i in (0, 1))
-    return jax.tree.unflatten(tree, totals), jax.tree.unflatten(tree, squares)
+    return jax.tree.transpose(tree, jax.tree.structure((0, 0)), jax.tree.unflatten(tree, pairs))
 
 
 def compute_moments(problem: Problem) -> Result:

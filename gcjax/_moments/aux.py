@@ -9,7 +9,7 @@ from gcjax._jax_compat import scan_parts
 from gcjax._kernels.layout import path_name
 from gcjax._moments.jaxprs import Atom, Jaxpr, JaxprEqn, Literal, bodies
 from gcjax._moments.problem import Problem
-from gcjax._moments.program import inline
+from gcjax._moments.program import flat_jaxpr, inputs_of, live_equations, run
 from gcjax._types import Array, PyTree
 
 EQUAL_OVER_AXIS = ("psum", "pmax", "pmin", "all_gather")  # collectives whose results all samples share
@@ -38,8 +38,7 @@ class Traced:
     """
 
     def __init__(self, fn: Callable[..., PyTree], *args: PyTree, axis: Hashable = None) -> None:
-        env = [] if axis is None else [(axis, 1)]
-        self._closed, self.shapes = jax.make_jaxpr(fn, axis_env=env, return_shape=True)(*args)
+        self._closed, self.shapes = flat_jaxpr(fn, args, axis, 1)
         self._args, self._axis = args, axis
 
     def depends_on(self, marks: PyTree) -> PyTree:
@@ -50,8 +49,10 @@ class Traced:
 
     def values(self) -> PyTree:
         """The results. Under `jax.jit` only those run that are used."""
-        found = inline(self._closed, jax.tree.leaves(self._args), keep_effects=False)
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
+        jaxpr = self._closed.jaxpr
+        equations, _ = live_equations(jaxpr, jaxpr.outvars, keep_effects=False)
+        read = run(equations, inputs_of(self._closed, jax.tree.leaves(self._args)))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), map(read, jaxpr.outvars))
 
 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool], axis: Hashable = None) -> list[bool]:

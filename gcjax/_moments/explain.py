@@ -1,4 +1,4 @@
-"""`explain_moments`: the rule that makes each parameter's moments, and what it holds in memory."""
+"""`explain_moments`: the rule that makes each parameter's moments, and its memory."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Row(NamedTuple):
     Attributes:
       leaf: path of the parameter.
       shape: its shape.
-      rule: name of the sink, with "scanned", "over time" or "mixed" for what lies between it and the parameter; "tied"
-        or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples; "scan" for one that is
-        made sample by sample.
+      rule: name of the sink, with "scanned", "over time" or "mixed" for operations between it and the parameter;
+        "tied" or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples; "scan" for one
+        that is made sample by sample.
       positions: contracted entries per sample (sequence positions, pixels); 1 is an outer product.
       bytes: read by the rule for one chunk of the batch: operands that the plain backward pass holds too, or stacked
         gradients.
@@ -47,7 +47,7 @@ class Explanation(NamedTuple):
     Attributes:
       rows: one `Row` per parameter.
       groups: number of samples (or microbatches) in the batch.
-      chunk: how many of them are processed at a time.
+      chunk: number of them that are processed at a time.
       method: the method that would run, "sinks", "vmap" or "scan".
     """
 
@@ -96,23 +96,20 @@ def explain_moments(
     """
     options = Options(loss_fn, has_aux, **keywords)
 
-    def explanation(params, batch):
-        problem = make_problem(options, params, batch)
-        method = choose_method(problem)
-        leaves = jax.tree_util.tree_leaves_with_path(problem.params)
-        nodes = [None] * len(leaves) if method.search is None else method.search.nodes
-        name = options.method if method.search is None else "sinks"
-        rows = [
-            _row(jax.tree_util.keystr(path), leaf, node, method.chunk, name)
-            for (path, leaf), node in zip(leaves, nodes, strict=True)
-        ]
-        return Explanation(tuple(rows), problem.groups, method.chunk, name)
-
     def explain(params, batch):
         found = []
 
         def trace(params, batch):
-            found.append(explanation(params, batch))
+            problem = make_problem(options, params, batch)
+            method = choose_method(problem)
+            leaves = jax.tree_util.tree_leaves_with_path(problem.params)
+            nodes = [None] * len(leaves) if method.search is None else method.search.nodes
+            name = options.method if method.search is None else "sinks"
+            rows = [
+                _row(jax.tree_util.keystr(path), leaf, node, method.chunk, name)
+                for (path, leaf), node in zip(leaves, nodes, strict=True)
+            ]
+            found.append(Explanation(tuple(rows), problem.groups, method.chunk, name))
             return None, (params, params)
 
         jax.eval_shape(functools.partial(_jax_compat.with_automatic_samples, trace), params, batch)

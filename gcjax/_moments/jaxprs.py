@@ -79,7 +79,7 @@ class Scope:
         return not np.any(atom.val)
 
     def uses(self, var: Var) -> int:
-        """How often the variable is read or returned."""
+        """Number of times that the variable is read or returned."""
         return sum(atom is var for eqn in self.jaxpr.eqns for atom in eqn.invars) + sum(
             atom is var for atom in self.jaxpr.outvars
         )

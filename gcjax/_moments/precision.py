@@ -9,7 +9,7 @@ from gcjax._kernels.hashing import quick_bits
 from gcjax._moments.jaxprs import Jaxpr, bodies
 from gcjax._types import Array, ArrayLike, PyTree
 
-NOISE = 4  # times the change of a gradient under `nudged`: how far two computations of it may lie apart
+NOISE = 4  # distance of two computations of a gradient, relative to its change under `nudged`
 
 
 def coarsest_epsilon(jaxpr: Jaxpr) -> float:

@@ -52,14 +52,13 @@ class Problem(NamedTuple):
     """One call of `value_and_moments`.
 
     Attributes:
-      gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group. `grad` is already divided by the number
-        of groups if the reduction is a mean; `value` is not.
+      gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group. Of a mean, `grad` is already divided by
+        the number of groups; `value` is not.
       loss: `(params, mapped, shared) -> (value, aux)` of one group.
       params: pytree, typed as varying over every mesh axis of the batch.
       mapped: the leaves of the batch that are split over samples, each `[groups, group size, ...]`.
       shared: the other leaves.
-      groups: number of groups: the microbatches, or else the batch size.
-      options: the options.
+      groups: number of microbatches, or else the batch size.
     """
 
     gradient: Callable[[PyTree, list[Array], list[Array]], tuple[PyTree, tuple[Array, PyTree]]]
@@ -167,7 +166,7 @@ def _checked_loss(options: Options, params: PyTree, batch: PyTree) -> tuple[Arra
 
 
 def check_scalar_loss(value: Array) -> None:
-    """Raise unless what a loss returned is a real floating scalar."""
+    """Raise unless a loss returned a real floating scalar."""
     if jnp.shape(value) != ():
         raise ValueError(f"loss_fn must return a scalar, got shape {jnp.shape(value)}; take the mean over the samples")
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):

@@ -1,10 +1,11 @@
-"""The backward pass of one group of samples as a flat jaxpr: traced, cut down to what is needed, and run.
+"""The backward pass of one group of samples as a flat jaxpr: traced, cut down to its live equations, and run.
 
 Calls and checkpoints are inlined, also inside scan bodies. A run ends at the sinks: it computes the loss, the operands
 of the sinks and, inside the body of a scan, the sums of the sinks there.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from gcjax._moments.jaxprs import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, S
 from gcjax._moments.problem import Problem
 from gcjax._moments.rules.combine import ScannedMoments
 from gcjax._moments.rules.node import Key, Reader
-from gcjax._types import Array
+from gcjax._types import Array, PyTree
 
 CALLS = {
     **{"jit": "jaxpr", "pjit": "jaxpr"},
@@ -28,16 +29,14 @@ class BackwardPass(NamedTuple):
     """The inlined backward pass of one group.
 
     Attributes:
-      jaxpr: from the leaves of (params, one group's mapped leaves, shared leaves) to `outputs` and `gradients`.
-      consts: values of the jaxpr's constants.
+      closed: from the leaves of (params, one group's mapped leaves, shared leaves) to `outputs` and `gradients`.
       shared: the inputs that are equal for all samples.
       outputs: the leaves of (value, aux), variables or literals.
       gradients: the leaves of the gradient.
       outputs_tree: structure of (value, aux).
     """
 
-    jaxpr: Jaxpr
-    consts: list[Array]
+    closed: ClosedJaxpr
     shared: list[Var]
     outputs: list[Any]
     gradients: list[Atom]
@@ -46,58 +45,51 @@ class BackwardPass(NamedTuple):
 
 def trace(problem: Problem) -> BackwardPass:
     """Trace the gradient of the first group, with the sample axis bound so that collectives over it are recorded."""
-    env = [] if problem.options.sample_axis is None else [(problem.options.sample_axis, problem.groups)]
+
+    def outputs_first(*args):
+        grad, outputs = problem.gradient(*args)
+        return outputs, grad
+
     # Slices rather than shapes: they carry the mesh axes over which the batch varies.
-    leaves, tree = jax.tree.flatten((problem.params, [a[0] for a in problem.mapped], problem.shared))
-
-    def flat(*leaves):
-        grad, outputs = problem.gradient(*jax.tree.unflatten(tree, leaves))
-        return outputs, jax.tree.leaves(grad)
-
-    closed, (outputs, _) = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*leaves)
-    inlined = jax.make_jaxpr(lambda *args: inline(closed, args), axis_env=env)(*leaves)
-    ins, outs = inlined.jaxpr.invars, inlined.jaxpr.outvars
-    params = len(jax.tree.leaves(problem.params))
+    args = problem.params, [a[0] for a in problem.mapped], problem.shared
+    closed, (outputs, grad) = flat_jaxpr(outputs_first, args, problem.options.sample_axis, problem.groups)
+    ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
+    params = len(jax.tree.leaves(grad))
     shared, values = ins[:params] + ins[params + len(problem.mapped) :], len(outs) - params
-    return BackwardPass(
-        inlined.jaxpr, inlined.consts, shared, outs[:values], outs[values:], jax.tree.structure(outputs)
-    )
+    return BackwardPass(closed, shared, outs[:values], outs[values:], jax.tree.structure(outputs))
 
 
-def inline(closed: ClosedJaxpr, args: Iterable[Array], keep_effects: bool = True) -> list[Array]:
-    """Evaluate a closed jaxpr, replacing calls by their bodies; equations without a result only if `keep_effects`."""
-    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(closed.jaxpr.invars, args, strict=True))
-    for eqn in closed.jaxpr.eqns:
-        if eqn.outvars or keep_effects:
-            values = [read_atom(atom, env.__getitem__) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, _evaluate(eqn, values, keep_effects), strict=True))
-    return [read_atom(atom, env.__getitem__) for atom in closed.jaxpr.outvars]
+def flat_jaxpr(fn: Callable[..., PyTree], args: Any, axis: Hashable, size: int) -> tuple[ClosedJaxpr, PyTree]:
+    """fn(*args) with calls and checkpoints replaced by their bodies, and the shapes of its results.
+
+    `axis`, the name of the axis over the samples or None, is bound with this size.
+    """
+    env = [] if axis is None else [(axis, size)]
+    closed, shapes = jax.make_jaxpr(fn, axis_env=env, return_shape=True)(*args)
+    return jax.make_jaxpr(functools.partial(_inline, closed), axis_env=env)(jax.tree.leaves(args)), shapes
 
 
-def _evaluate(eqn: JaxprEqn, values: list[Array], keep_effects: bool) -> list[Array]:
+def _inline(closed: ClosedJaxpr, args: Iterable[Array]) -> list[Array]:
+    equations, _ = live_equations(closed.jaxpr, closed.jaxpr.outvars)
+    read = run(equations, inputs_of(closed, args))
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+def inputs_of(closed: ClosedJaxpr, args: Iterable[Array]) -> dict[Key, Any]:
+    """The values of constants and inputs, as `run` needs them."""
+    return dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+
+
+def _evaluate(eqn: JaxprEqn, values: list[Array]) -> list[Array]:
     name = eqn.primitive.name
     if name in CALLS:
-        return inline(_jax_compat.closed(eqn.params[CALLS[name]]), values, keep_effects)
+        return _inline(_jax_compat.closed(eqn.params[CALLS[name]]), values)
     if name in CHECKPOINTS:
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             # As the lowering of checkpoint does; without it XLA merges the recomputation with the forward pass.
             values = jax.lax.optimization_barrier(values)
-        return inline(_jax_compat.closed(eqn.params["jaxpr"]), values, keep_effects)
-    if name == "scan":
-        consts, init, xs = scan_parts(eqn, values)
-
-        def step(carry, x):
-            out = inline(eqn.params["jaxpr"], [*consts, *carry, *x], keep_effects)
-            return out[: len(init)], out[len(init) :]
-
-        carry, ys = jax.lax.scan(step, init, xs, **_scan_keywords(eqn))
-        return [*carry, *ys]
+        return _inline(_jax_compat.closed(eqn.params["jaxpr"]), values)
     return _jax_compat.bind(eqn, values)
-
-
-def _scan_keywords(eqn: JaxprEqn) -> dict[str, Any]:
-    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
 class LiveScan(NamedTuple):
@@ -121,18 +113,20 @@ class LiveScan(NamedTuple):
 LiveEquation = tuple[JaxprEqn, LiveScan | None]  # with a `LiveScan` for every scan
 
 
-def live_equations(jaxpr: Jaxpr, keys: Iterable[Key]) -> tuple[list[LiveEquation], dict[Key, None]]:
-    """The equations needed for `keys`, in order, and all keys needed."""
+def live_equations(
+    jaxpr: Jaxpr, keys: Iterable[Any], keep_effects: bool = True
+) -> tuple[list[LiveEquation], dict[Key, None]]:
+    """The equations needed for `keys` or for their side effects, in order, and all keys needed."""
     # A dict rather than a set: its order decides that of the traced program, which must not differ between processes.
     needed: dict[Key, None] = {key: None for key in keys if not isinstance(key, Literal)}
     kept: list[LiveEquation] = []
     for eqn in reversed(jaxpr.eqns):
-        is_forced = _jax_compat.has_side_effects(eqn)
+        is_forced = keep_effects and _jax_compat.has_side_effects(eqn)
         if eqn.primitive.name == "scan":
             wanted = [i for i, var in enumerate(eqn.outvars) if is_forced or var in needed]
             extras = [key for key in needed if isinstance(key, ScannedValue | ScannedMoments) and key.scan is eqn]
             if wanted or extras:
-                scan = _live_scan(eqn, wanted, extras)
+                scan = _live_scan(eqn, wanted, extras, keep_effects)
                 kept.append((eqn, scan))
                 needed.update(scan.inputs)
         elif is_forced or any(var in needed for var in eqn.outvars):
@@ -141,7 +135,9 @@ def live_equations(jaxpr: Jaxpr, keys: Iterable[Key]) -> tuple[list[LiveEquation
     return kept[::-1], needed
 
 
-def _live_scan(eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | ScannedMoments]) -> LiveScan:
+def _live_scan(
+    eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | ScannedMoments], keep_effects: bool
+) -> LiveScan:
     body = eqn.params["jaxpr"].jaxpr
     inputs = list(zip(eqn.invars, body.invars, strict=True))
     consts, carried, xs = scan_parts(eqn, inputs)
@@ -149,7 +145,7 @@ def _live_scan(eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | Sca
     carries = {i for i in wanted if i < len(carried)}
     inner = [key for extra in extras for key in ([extra.key] if isinstance(extra, ScannedValue) else extra.node.needs)]
     while True:
-        eqns, needed = live_equations(body, [body.outvars[i] for i in [*carries, *outputs]] + inner)
+        eqns, needed = live_equations(body, [body.outvars[i] for i in [*carries, *outputs]] + inner, keep_effects)
         read = {i for i, (_, inside) in enumerate(carried) if inside in needed}
         if read <= carries:
             break
@@ -159,10 +155,10 @@ def _live_scan(eqn: JaxprEqn, wanted: list[int], extras: list[ScannedValue | Sca
     return LiveScan(sorted(carries), outputs, extras, reads, eqns)
 
 
-def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Array) -> Reader:
+def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Any = None) -> Reader:
     """Evaluate live equations; returns a reader of their results and of literals.
 
-    `env` holds the values of inputs and constants, and receives the results. For `dummy` see `Node.moments_under_vmap`.
+    `env` holds the values of inputs and constants, and receives the results. `dummy`: see `Node.moments_under_vmap`.
     """
 
     def read(key):
@@ -170,13 +166,13 @@ def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Array) -> Rea
 
     for eqn, scan in equations:
         if scan is None:
-            env.update(zip(eqn.outvars, _jax_compat.bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+            env.update(zip(eqn.outvars, _evaluate(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         else:
             env.update(_run_scan(eqn, scan, read, dummy))
     return read
 
 
-def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, dummy: Array) -> dict[Key, Any]:
+def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, dummy: Any) -> dict[Key, Any]:
     body, closed_over = eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts
     outer_consts, outer_carry, outer_xs = scan_parts(eqn, eqn.invars)
     inner_consts, inner_carry, inner_xs = scan_parts(eqn, body.invars)
@@ -203,7 +199,8 @@ def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, dummy: Array) -> dict
         return new_carry, ([inside(body.outvars[i]) for i in scan.outputs], extras)
 
     init = [read(outer_carry[i]) for i in scan.carries]
-    carry, (outputs, extras) = jax.lax.scan(step, init, list(xs.values()), **_scan_keywords(eqn))
+    keywords = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (outputs, extras) = jax.lax.scan(step, init, list(xs.values()), **keywords)
     results: dict[Key, Any] = dict(zip([eqn.outvars[i] for i in scan.carries], carry, strict=True))
     results.update(zip([eqn.outvars[i] for i in scan.outputs], outputs, strict=True))
     return {**results, **dict(zip(scan.extras, extras, strict=True))}

@@ -50,7 +50,7 @@ class SinkSearch(NamedTuple):
 def search_sinks(problem: Problem) -> SinkSearch:
     """Trace the problem and find the sinks of every gradient."""
     program = trace(problem)
-    scope = Scope(program.jaxpr, program.shared)
+    scope = Scope(program.closed.jaxpr, program.shared)
     nodes = [find_node(scope, var) for var in program.gradients]
     parts = [part for node in nodes for part in outside_scans(node) if isinstance(part, PerSample)]
     stacked = {key for part in parts for key in part.operands if not scope.is_shared(key)}

@@ -5,14 +5,12 @@ is, and to the sum of squares with its factor squared. A `RealPart` and a `Mixed
 commute with it, and must see each sample's gradient.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
 from gcjax import _jax_compat
-from gcjax._moments.jaxprs import Atom, JaxprEqn, Operand, Scope, Var, aval, read_atom, variables
+from gcjax._moments.jaxprs import JaxprEqn, Literal, Operand, Scope, Var, aval, variables
 from gcjax._moments.rules.node import Key, Node, Reader, Sums, accumulator_dtype
 from gcjax._types import Array
 
@@ -38,29 +36,23 @@ class Operation(Node):
     output: int = 0
 
     @property
-    def others(self) -> list[Atom]:
-        """The other operands."""
-        return self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :]
-
-    @property
     def shared(self) -> tuple[Var, ...]:
         """The other operands that are not literals."""
-        return variables(self.others)
+        return variables(self.eqn.invars[: self.index] + self.eqn.invars[self.index + 1 :])
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         return (*self.child.operands, *self.shared)
 
     def gradient(self, read: Reader) -> Array:
-        return self.apply(self.child.gradient(read), self.values(lambda key: read(key)[0]))
+        return self.apply(
+            self.child.gradient(read), lambda atom: atom.val if isinstance(atom, Literal) else read(atom)[0]
+        )
 
-    def values(self, read: Callable[[Var], Array]) -> list[Any]:
-        """The values of the other operands."""
-        return [read_atom(atom, read) for atom in self.others]
-
-    def apply(self, gradient: Array, others: list[Any]) -> Array:
-        """The equation, for a gradient of the child and values of the other operands."""
-        return _jax_compat.bind(self.eqn, [*others[: self.index], gradient, *others[self.index :]])[self.output]
+    def apply(self, gradient: Array, read: Reader) -> Array:
+        """The equation, for a gradient of the child; `read` gives the other operands."""
+        values = [gradient if i == self.index else read(atom) for i, atom in enumerate(self.eqn.invars)]
+        return _jax_compat.bind(self.eqn, values)[self.output]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +69,19 @@ class Entrywise(Operation):
 
     def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
         total, squares = self.child.moments_under_vmap(read, dummy)
-        others = self.values(read)
-        return self.apply(total, others), self._apply_squared(squares, others)
+        return self.apply(total, read), self._apply_squared(squares, read)
 
-    def _apply_squared(self, squares: Array, others: list[Any]) -> Array:
+    def _apply_squared(self, squares: Array, read: Reader) -> Array:
         name = self.eqn.primitive.name
         if name in KEEPS_SQUARE:
             return squares.astype(jnp.promote_types(squares.dtype, accumulator_dtype(aval(self.eqn.outvars[0]).dtype)))
-        # Zeros and factors take the dtype of the squares; indices and masks stay as they are.
-        others = [jnp.asarray(v) for v in others]
-        others = [v.astype(squares.dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in others]
-        return self.apply(squares, [jnp.square(v) for v in others] if name in ("mul", "div") else others)
+
+        def changed(atom):  # zeros and factors take the dtype of the squares; indices and masks stay as they are
+            x = jnp.asarray(read(atom))
+            x = x.astype(squares.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+            return jnp.square(x) if name in ("mul", "div") else x
+
+        return self.apply(squares, changed)
 
 
 @dataclass(frozen=True, eq=False)
