@@ -20,23 +20,14 @@ Groups = set[frozenset[int]]  # the devices that exchange something with each ot
 
 
 class Instruction(NamedTuple):
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-      name: of its result.
-      opcode: as XLA prints it, without "-start".
-      shapes: (dtype, number of elements) of each array of the result.
-      operands: names of the operands; of a constant its value.
-      is_root: whether its result is the computation's.
-      line: as printed, without comments.
-    """
-
-    name: str
-    opcode: str
-    shapes: list[tuple[str, int]]
-    operands: list[str]
-    is_root: bool
-    line: str
+    name: str  # of its result
+    opcode: str  # as XLA prints it, without "-start"
+    shapes: list[tuple[str, int]]  # (dtype, number of elements) of each array of the result
+    operands: list[str]  # their names; of a constant its value
+    is_root: bool  # whether its result is the computation's
+    line: str  # as printed, without comments
 
     @property
     def elements(self) -> int:
@@ -52,23 +43,14 @@ class Program(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One array that a collective moves.
+    """One array that a collective moves."""
 
-    Attributes:
-      kind: of `COLLECTIVES`.
-      dtype: as XLA prints it.
-      elements: their number.
-      groups: the devices that exchange it; None for a permutation.
-      ring_bytes: sent by a worker, with the algorithms of a ring.
-      computation: its name; "" for the entry, so that other names are mostly branches of a conditional.
-    """
-
-    kind: str
-    dtype: str
+    kind: str  # of `COLLECTIVES`
+    dtype: str  # as XLA prints it
     elements: int
-    groups: Groups | None
-    ring_bytes: float
-    computation: str
+    groups: Groups | None  # the devices that exchange it; None for a permutation
+    ring_bytes: float  # sent by a worker, with the algorithms of a ring
+    computation: str  # its name; "" for the entry, so that other names are mostly branches of a conditional
 
 
 def parse(text: str) -> Program:

@@ -22,19 +22,12 @@ RUN = 16  # neighbours whose largest is found first; one search of the whole chu
 
 
 class Chunks(NamedTuple):
-    """A segment as chunks.
-
-    Attributes:
-      segment: the segment.
-      shape: (rows, columns) of the segment as a matrix.
-      grid: number of chunks (down, across).
-      chunk: (rows, columns) of one chunk.
-    """
+    """A segment as chunks."""
 
     segment: Segment
-    shape: tuple[int, int]
-    grid: tuple[int, int]
-    chunk: tuple[int, int]
+    shape: tuple[int, int]  # (rows, columns) of the segment as a matrix
+    grid: tuple[int, int]  # number of chunks (down, across)
+    chunk: tuple[int, int]  # (rows, columns) of one chunk
 
     @property
     def number(self) -> int:

@@ -92,17 +92,11 @@ Result = tuple[tuple[PyTree, PyTree], PyTree]
 
 
 class ChosenMethod(NamedTuple):
-    """The way to the moments of a problem.
+    """The way to the moments of a problem."""
 
-    Attributes:
-      moments: from the mapped leaves of some groups to their `Result`.
-      chunk: number of groups to pass to `moments` at a time.
-      search: the sinks; None under the methods "vmap" and "scan".
-    """
-
-    moments: Callable[[list[Array]], Result]
-    chunk: int
-    search: SinkSearch | None
+    moments: Callable[[list[Array]], Result]  # of the mapped leaves of some groups
+    chunk: int  # number of groups to pass to `moments` at a time
+    search: SinkSearch | None  # None under the methods "vmap" and "scan"
 
 
 def choose_method(problem: Problem) -> ChosenMethod:
@@ -166,7 +160,8 @@ def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> 
 
 def _transposed(tree: jax.tree_util.PyTreeDef, pairs: Sequence[Sums]) -> tuple[PyTree, PyTree]:
     """From the sums of each leaf to a tree of sums and a tree of sums of squares."""
-    return jax.tree.transpose(tree, jax.tree.structure((0, 0)), jax.tree.unflatten(tree, pairs))
+    totals, squares = ([pair[i] for pair in pairs] for i in (0, 1))  # pairs may be empty
+    return jax.tree.unflatten(tree, totals), jax.tree.unflatten(tree, squares)
 
 
 def compute_moments(problem: Problem) -> Result:

@@ -103,17 +103,11 @@ def check_moments(
 
 
 class _Bounds(NamedTuple):
-    """Bounds of relative errors.
+    """Bounds of relative errors."""
 
-    Attributes:
-      rtol: of single entries, and of norms.
-      mean: of a leaf as a whole, in the direction of its own gradient, in which rounding errors average out.
-      coarse: whether something is computed in a coarse dtype.
-    """
-
-    rtol: float
-    mean: float
-    coarse: bool
+    rtol: float  # of single entries, and of norms
+    mean: float  # of a leaf in the direction of its own gradient, in which rounding errors average out
+    coarse: bool  # whether something is computed in a coarse dtype
 
 
 def _compare_rules(name: str, got: PyTree, want: PyTree, sizes: PyTree, bounds: _Bounds, known: Sequence[bool]) -> None:

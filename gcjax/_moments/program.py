@@ -26,21 +26,13 @@ CHECKPOINTS = ("remat", "remat2", "checkpoint")
 
 
 class BackwardPass(NamedTuple):
-    """The inlined backward pass of one group.
-
-    Attributes:
-      closed: from the leaves of (params, one group's mapped leaves, shared leaves) to `outputs` and `gradients`.
-      shared: the inputs that are equal for all samples.
-      outputs: the leaves of (value, aux), variables or literals.
-      gradients: the leaves of the gradient.
-      outputs_tree: structure of (value, aux).
-    """
+    """The inlined backward pass of one group: a function of the leaves of params, its mapped and its shared leaves."""
 
     closed: ClosedJaxpr
-    shared: list[Var]
-    outputs: list[Any]
-    gradients: list[Atom]
-    outputs_tree: jax.tree_util.PyTreeDef
+    shared: list[Var]  # the inputs that are equal for all samples
+    outputs: list[Any]  # the leaves of (value, aux), variables or literals
+    gradients: list[Atom]  # the leaves of the gradient
+    outputs_tree: jax.tree_util.PyTreeDef  # of (value, aux)
 
 
 def trace(problem: Problem) -> BackwardPass:
@@ -93,20 +85,12 @@ def _evaluate(eqn: JaxprEqn, values: list[Array]) -> list[Array]:
 
 
 class LiveScan(NamedTuple):
-    """The live rest of a scan equation.
+    """The live rest of a scan equation."""
 
-    Attributes:
-      carries: positions of the kept carries.
-      outputs: positions of the kept outputs among all results of the scan.
-      extras: keys of the values and moments inside the body that it must yield besides.
-      inputs: the scan's operands that are still read, as keys.
-      body: live equations of the body.
-    """
-
-    carries: list[int]
-    outputs: list[int]
-    extras: list[ScannedValue | ScannedMoments]
-    inputs: dict[Any, None]
+    carries: list[int]  # positions of those that are kept
+    outputs: list[int]  # positions of those that are kept, among all results of the scan
+    extras: list[ScannedValue | ScannedMoments]  # keys inside the body that it must yield besides
+    inputs: dict[Any, None]  # the operands that are still read, as keys
     body: "list[LiveEquation]"
 
 

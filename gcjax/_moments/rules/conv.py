@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gcjax._moments.jaxprs import aval
-from gcjax._moments.rules.dense import product
-from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, loop_moments, stacked_reader
+from gcjax._moments.rules.dense import Product, contracted_over
+from gcjax._moments.rules.node import Reader, Sums, Table, loop_moments
 from gcjax._types import Array
 
 
 @dataclass(frozen=True, eq=False)
-class Conv(Sink):
+class Conv(Product):
     """A `conv_general_dilated` that makes a kernel's gradient."""
 
     @property
@@ -33,30 +33,25 @@ class Conv(Sink):
         _, rhs_spec, _ = self.eqn.params["dimension_numbers"]
         return math.prod(aval(self.eqn.invars[1]).shape[d] for d in rhs_spec[1:])
 
-    def gradient(self, read: Reader) -> Array:
+    def prepared(self, read: Reader) -> tuple[Array, Array]:
         lhs, rhs = map(read, self.operands)
-        return self._product(self._features_first(lhs), rhs, self.eqn.params["preferred_element_type"])
+        return self._features_first(lhs), rhs
 
     def moments(self, table: Table, size: int) -> Sums:
-        lhs_key, rhs_key = self.operands
+        if self.positions == 1:
+            return super().moments(table, size)
+        # Transposed once for all samples rather than in every step of the loop.
+        (value, is_batched), rhs = (table[key] for key in self.operands)
+        value = self._features_first(value if is_batched else value[None])
+        table = {"lhs": (value if is_batched else value[0], is_batched), "rhs": rhs}
         dtype = self.eqn.params["preferred_element_type"]
-        if self.positions > 1:
-            # Transposed once for all samples rather than in every step of the loop.
-            value, is_batched = table[lhs_key]
-            value = self._features_first(value if is_batched else value[None])
-            table = {"lhs": (value if is_batched else value[0], is_batched), "rhs": table[rhs_key]}
-            return loop_moments(lambda read: self._product(read("lhs"), read("rhs"), dtype), table, size)
-        read = stacked_reader(table, size)
-        wide = accumulator_dtype(aval(self.eqn.outvars[0]).dtype)
-        lhs, rhs = self._features_first(read(lhs_key)), read(rhs_key)
-        squares = self._product(jnp.square(lhs.astype(wide)), jnp.square(rhs.astype(wide)), wide)
-        return self._product(lhs, rhs, dtype), squares
+        return loop_moments(lambda read: self.product(read("lhs"), read("rhs"), dtype), table, size)
 
     def _features_first(self, lhs: Array) -> Array:
         """`[N, ...]` in the equation's layout -> `[N, C, n, space]`: the positions last, where products are fastest."""
         return lhs.transpose(0, *(d + 1 for d in self.eqn.params["dimension_numbers"][0]))
 
-    def _product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
+    def product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
         """The gradient summed over N, from lhs `[N, C, n, space]` and rhs `[N, ...]` in the equation's layout."""
         params = self.eqn.params
         _, rhs_spec, out_spec = ([d + 1 for d in spec] for spec in params["dimension_numbers"])
@@ -67,7 +62,7 @@ class Conv(Sink):
         lhs_axes = [0, *range(4, lhs.ndim)]
         rhs_axes = [d + (d > rhs_spec[0]) for d in (0, *rhs_spec[1:])]
         contract = list(zip(lhs_axes, rhs_axes, strict=True))
-        gradient = product(lhs, rhs, contract, [(2, rhs_spec[0])], params["precision"], dtype)
+        gradient = contracted_over(lhs, rhs, contract, [(2, rhs_spec[0])], params["precision"], dtype)
         gradient = jnp.moveaxis(gradient, 0, 2)
         gradient = gradient.reshape(*(out.shape[d - 1] for d in out_spec[2:]), -1, out.shape[out_spec[1] - 1])
         order = [d - 1 for d in (*out_spec[2:], out_spec[0], out_spec[1])]

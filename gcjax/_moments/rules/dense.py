@@ -1,5 +1,6 @@
 """Matrix products: dense layers with and without positions, einsum weights with any number of axes."""
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,37 @@ Pairs = Sequence[tuple[int, int]]  # (axis of the left operand, axis of the righ
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Sink):
-    """A `dot_general` of one sample's activation and cotangent.
+class Product(Sink):
+    """A product of one sample's activation and cotangent.
 
     With one position, a sample's gradient is an outer product and its square is the outer product of the squares, so
-    the sum of squares is a second matrix product. With more, a loop over samples makes each gradient once, for both
-    sums.
+    the sum of squares is a second product. With more, a loop over samples makes each gradient once, for both sums.
     """
+
+    def prepared(self, read: Reader) -> tuple[Array, Array]:
+        """The operands, as `product` takes them."""
+        lhs, rhs = map(read, self.operands)
+        return lhs, rhs
+
+    @abc.abstractmethod
+    def product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
+        """The equation's product, summed over the leading axis of both operands."""
+
+    def gradient(self, read: Reader) -> Array:
+        return self.product(*self.prepared(read), self.eqn.params["preferred_element_type"])
+
+    def moments(self, table: Table, size: int) -> Sums:
+        if self.positions > 1:
+            return loop_moments(self.gradient, table, size)
+        dtype = accumulator_dtype(aval(self.eqn.outvars[0]).dtype)
+        lhs, rhs = self.prepared(stacked_reader(table, size))
+        squares = self.product(jnp.square(lhs.astype(dtype)), jnp.square(rhs.astype(dtype)), dtype)
+        return self.product(lhs, rhs, self.eqn.params["preferred_element_type"]), squares
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Product):
+    """A `dot_general`."""
 
     rule = "dense"
 
@@ -31,28 +56,14 @@ class Dense(Sink):
         (contracted, _), _ = self.eqn.params["dimension_numbers"]
         return math.prod(aval(self.eqn.invars[0]).shape[d] for d in contracted)
 
-    def gradient(self, read: Reader) -> Array:
-        lhs, rhs = map(read, self.operands)
-        return self._product(lhs, rhs, self.eqn.params["preferred_element_type"])
-
-    def moments(self, table: Table, size: int) -> Sums:
-        if self.positions > 1:
-            return loop_moments(self.gradient, table, size)
-        read = stacked_reader(table, size)
-        dtype = accumulator_dtype(aval(self.eqn.outvars[0]).dtype)
-        lhs, rhs = (jnp.square(read(key).astype(dtype)) for key in self.operands)
-        squares = self._product(lhs, rhs, dtype)
-        return self.gradient(read), squares
-
-    def _product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
-        """The equation's product, summed over the leading axis of both operands."""
+    def product(self, lhs: Array, rhs: Array, dtype: jax.typing.DTypeLike | None) -> Array:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.eqn.params["dimension_numbers"]
         contract = [(0, 0), *((a + 1, b + 1) for a, b in zip(lhs_contract, rhs_contract, strict=True))]
         batch = [(a + 1, b + 1) for a, b in zip(lhs_batch, rhs_batch, strict=True)]
-        return product(lhs, rhs, contract, batch, self.eqn.params["precision"], dtype)
+        return contracted_over(lhs, rhs, contract, batch, self.eqn.params["precision"], dtype)
 
 
-def product(
+def contracted_over(
     lhs: Array, rhs: Array, contract: Pairs, batch: Pairs, precision: Any, dtype: jax.typing.DTypeLike | None
 ) -> Array:
     """`dot_general` with its axes given as pairs. Contracted axes of size 1 are dropped first: they slow it down."""

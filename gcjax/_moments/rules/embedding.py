@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gcjax import _jax_compat
 from gcjax._moments.jaxprs import JaxprEqn, Operand, Scope, aval, variables
-from gcjax._moments.rules.node import Reader, Sink, Sums, Table, accumulator_dtype, stacked_reader
+from gcjax._moments.rules.node import Reader, Sink, Sums, Table, stacked_reader, widened
 from gcjax._types import Array
 
 ROWS = jax.lax.ScatterDimensionNumbers(
@@ -36,15 +36,14 @@ class Embedding(Sink):
 
     def gradient(self, read: Reader) -> Array:
         ids, rows = self._flat(*map(read, self.operands))
-        return self._scatter(ids, rows, rows.dtype)
+        return self._scatter(ids, rows)
 
     def moments(self, table: Table, size: int) -> Sums:
         ids, rows = self._flat(*map(stacked_reader(table, size), self.operands))
-        dtype = accumulator_dtype(rows.dtype)
-        rows = rows.astype(dtype)
-        total = self._scatter(ids, rows, dtype)
+        rows = widened(rows)
+        total = self._scatter(ids, rows)
         ids, rows = jax.vmap(sum_of_runs)(ids, rows)
-        squares = self._scatter(ids, jnp.square(rows), dtype)
+        squares = self._scatter(ids, jnp.square(rows))
         return total.astype(aval(self.eqn.outvars[0]).dtype), squares
 
     def _flat(self, ids: Array, rows: Array) -> tuple[Array, Array]:
@@ -58,11 +57,11 @@ class Embedding(Sink):
             ids = jnp.clip(ids, 0, aval(self.eqn.outvars[0]).shape[0] - 1)
         return ids, rows.reshape(count, ids.shape[1], -1)
 
-    def _scatter(self, ids: Array, rows: Array, dtype: jax.typing.DTypeLike) -> Array:
+    def _scatter(self, ids: Array, rows: Array) -> Array:
         """Rows `[N, T, features]` added up by their ids: the table's gradient."""
         shape = aval(self.eqn.outvars[0]).shape
         ids, rows = ids.reshape(-1), rows.reshape(-1, rows.shape[-1])
-        zeros = _jax_compat.zeros((shape[0], rows.shape[-1]), dtype, [ids, rows])
+        zeros = _jax_compat.zeros((shape[0], rows.shape[-1]), rows.dtype, [ids, rows])
         out = jax.lax.scatter_add(zeros, ids[:, None], rows, ROWS, mode=self.eqn.params["mode"])
         return out.reshape(shape)
 

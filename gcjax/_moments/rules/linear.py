@@ -23,17 +23,11 @@ KEEPS_SQUARE = {"neg", "convert_element_type", "reduce_precision"}
 
 @dataclass(frozen=True, eq=False)
 class Operation(Node):
-    """An equation that is linear in the child's gradient. Its other operands are equal for all samples.
-
-    Attributes:
-      eqn: the equation.
-      index: of the operand that is the child's gradient.
-      output: index of the result that is this node's gradient.
-    """
+    """An equation that is linear in the child's gradient. Its other operands are equal for all samples."""
 
     eqn: JaxprEqn
-    index: int
-    output: int = 0
+    index: int  # of the operand that is the child's gradient
+    output: int = 0  # index of the result that is this node's gradient
 
     @property
     def shared(self) -> tuple[Var, ...]:

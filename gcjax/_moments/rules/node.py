@@ -101,15 +101,10 @@ class Sink(Node):
 
 @dataclass(frozen=True, eq=False)
 class PerSample(Node):
-    """The gradient itself, or a part of it, cut where no rule goes further back: vmap stacks it over samples.
+    """The gradient itself, or a part of it, cut where no rule goes further back: vmap stacks it over samples."""
 
-    Attributes:
-      key: the variable, or the literal zero that is the gradient of an unused scalar.
-      made_by: name of the primitive at which the search stopped, below moves and scales; "input" if there is none.
-    """
-
-    key: Atom
-    made_by: str = "input"
+    key: Atom  # the variable, or the literal zero that is the gradient of an unused scalar
+    made_by: str = "input"  # name of the primitive at which the search stopped, below moves and scales, if any
     rule = "vmap"
     positions = 1
 
