@@ -18,51 +18,6 @@ import gcjax
 G = {"w": jnp.ones(3), "b": jnp.ones(())}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"alpha": 0.0}, ValueError, r"alpha must be in \(0, inf\), got 0.0"),
-        ({"alpha": -1}, ValueError, "alpha.*-1"),
-        ({"alpha": float("nan")}, ValueError, "alpha.*nan"),
-        ({"alpha": float("inf")}, ValueError, "alpha.*inf"),
-        ({"alpha": optax.linear_schedule(0.0, 2.0, 100)}, ValueError, r"alpha\(0\) must be in .*0"),
-        ({"alpha": "big"}, TypeError, "alpha must be a number, got 'big'"),
-        ({"decay": 0.0}, ValueError, r"decay must be in \(0, 1\], got 0.0"),
-        ({"decay": 1.01}, ValueError, "decay.*1.01"),
-        ({"threshold": 0.0}, ValueError, "threshold.*0.0"),
-        ({"threshold": 0.1, "underflow": "drop"}, ValueError, "underflow='drop'"),
-        ({"underflow": "lose"}, ValueError, "'keep', 'drop', got 'lose'"),
-        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
-        ({"capacity": 1}, ValueError, "capacity=1 is a single slot; give 1.0"),
-        ({"capacity": 2.5}, ValueError, r"capacity must be in \(0, 1\] as a share .*2.5"),
-        ({"capacity": "2"}, TypeError, "capacity must be an int, .*'2'"),
-        ({"capacity": ()}, ValueError, "at least one size"),
-        ({"axis_name": 3}, TypeError, "axis_name must be a string.*3"),
-        ({"axis_name": "a", "inner_axis_name": "a"}, ValueError, "must differ.*'a'"),
-        ({"aplha": 1.5}, TypeError, "aplha"),
-    ],
-)
-def test_bad_options_of_variance_compress_raise(options, error, message):
-    with pytest.raises(error, match=message):
-        gcjax.variance_compress(**options)
-
-
-@pytest.mark.parametrize(
-    ("make", "bad", "message"),
-    [
-        *(
-            (gcjax.contrib.strom_compress, x, r"threshold must be in \(0, inf\), got {}")
-            for x in (0.0, -0.1, float("nan"))
-        ),
-        *((gcjax.top_k_compress, x, r"density must be in \(0, 1\], got {}") for x in (0.0, -0.1, 1.5, float("nan"))),
-        (gcjax.dense_compress, "int8", "'float32', 'bfloat16', 'float16', got '{}'"),
-    ],
-)
-def test_a_bad_option_of_other_methods_raises(make, bad, message):
-    with pytest.raises(ValueError, match=message.format(bad)):
-        make(bad)
-
-
 def test_an_unbound_axis_raises_with_the_cure():
     tx = gcjax.variance_compress(axis_name="data")
     with pytest.raises(ValueError, match=r"'data'.*not bound.*make_train_step"):

@@ -117,12 +117,6 @@ def test_one_worker_sends_nothing(make):
     np.testing.assert_array_equal(*updates)
 
 
-@EACH
-def test_an_unknown_transport_is_named(make):
-    with pytest.raises(ValueError, match="transport must be one of 'all_gather', 'two_phase', 'auto', got 'ring'"):
-        make(transport="ring")
-
-
 @cases("name", ["qsgd", "qsgd, 1 bit", "natural", "terngrad"], default=1)
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.

@@ -219,17 +219,6 @@ def test_init_inside_shard_map_knows_the_workers():
     assert (run(jnp.ones((2, N))) > 0).sum() > 0
 
 
-def test_an_unknown_transport_is_named():
-    for make in (
-        gcjax.variance_compress,
-        gcjax.contrib.strom_compress,
-        gcjax.top_k_compress,
-        gcjax.contrib.drop_compress,
-    ):
-        with pytest.raises(ValueError, match="transport must be one of 'all_gather', 'two_phase', 'auto', got 'x'"):
-            make(0.5, transport="x")
-
-
 @pytest.mark.parametrize(("capacity", "ends"), [(None, (512, 1 << 18)), (0.25, (512, 1 << 18)), (0.5, (1024, 1 << 19))])
 def test_capacities_up_to_a_share(capacity, ends):
     sizes = np.array(capacities_for(capacity, 1 << 20))

@@ -1,14 +1,9 @@
-"""drop_compress: a quantile from a sample, global or by leaf, and the need for the residual."""
+"""drop_compress: a quantile from a sample, global or by leaf; zeros and ties."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from compact import entries
-from harness import Runner, messages, residuals
-from optimum import decaying, distance_after_training
-from selection import cases
 
 import gcjax
 from gcjax._kernels import layout
@@ -23,26 +18,6 @@ def bucket_of(*sizes):
 
 def once(tx, gradient):
     return jax.tree.map(np.asarray, jax.jit(lambda g: tx.update(g, tx.init(g))[0])(gradient))
-
-
-def without_residual(tx):
-    """The transform, with its first state in every step."""
-    return optax.GradientTransformation(tx.init, lambda g, state, params=None: (tx.update(g, state)[0], state))
-
-
-def test_message_by_hand():
-    g = jnp.array([3.0, -0.5, -2.0, 0.25])
-    (words,), info = messages(gcjax.contrib.drop_compress(0.5, capacity=32), g)
-    assert info.payload_bits == 32 + (2 * 4 + 4) + 2 * 32  # in 2 slots: 3 low bits, 31 >> 3 is 3
-    assert words[0] == 2
-    assert entries(words[1:], 2, 32, 32, 32) == [(0, 0x40400000), (2, 0xC0000000)]  # 3 and -2
-
-
-def test_a_small_model_sends_exactly_the_density():
-    # 33 leaves of 33 entries in two words each: ceil(0.07 * 1089) = 77.
-    values = np.random.default_rng(0).permutation(np.arange(1, 1090, dtype=np.float32)).reshape(33, 33)
-    sent = once(gcjax.contrib.drop_compress(0.07, capacity=96), list(values))
-    np.testing.assert_array_equal(sent, np.where(values > 1089 - 77, values, 0))
 
 
 def test_the_threshold_is_the_quantile_within_sampling_error():
@@ -107,42 +82,3 @@ def test_ties_beyond_the_capacity_are_sent_later():
         update, state = jax.jit(tx.update)(zero, state)
         total = total + update
     np.testing.assert_array_equal(total, np.full(160, 0.5))
-
-
-def test_only_the_residual_sends_entries_below_ones_that_cancel():
-    gradients = np.array([[10.0, 1.0], [-10.0, 1.0]], np.float32)
-    tx = gcjax.contrib.drop_compress(0.5, capacity=32, axis_name="data")
-    kept, forgotten = (Runner(t, jnp.zeros(2), 2) for t in (tx, without_residual(tx)))
-    moved = sum(kept.step(gradients)[0] for _ in range(30))
-    assert moved[0] == 0
-    assert moved[1] + np.mean([r[0][1] for r in residuals(kept.state, 2, (2,))]) == 30
-    assert moved[1] > 15
-    assert not sum(forgotten.step(gradients)[0] for _ in range(30)).any()
-
-
-@cases(
-    ("make", "options"),
-    [
-        (gcjax.onebit_compress, {}),
-        (gcjax.contrib.drop_compress, {"density": 0.1, "capacity": 64}),
-        (gcjax.contrib.dryden_compress, {"density": 0.1}),
-    ],
-    default=1,
-)
-def test_methods_stall_without_their_residuals(make, options):
-    tx = make(**options, axis_name="data")
-    assert distance_after_training(optax.chain(without_residual(tx), optax.sgd(decaying))) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0.0"),
-        ({"density": 1.5}, ValueError, "density.*1.5"),
-        ({"layer_wise": 1}, TypeError, "layer_wise must be True or False, got 1"),
-        ({"capacity": 0}, ValueError, "at least 1 slot, got 0"),
-    ],
-)
-def test_bad_options_raise(options, error, message):
-    with pytest.raises(error, match=message):
-        gcjax.contrib.drop_compress(**options)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from rows.gaussian_k import paper_rounds
 
 import gcjax
 from gcjax._kernels import bits, layout
@@ -73,32 +72,10 @@ def test_rounds_by_hand(threshold, chosen):
     assert sorted(np.asarray(x)[np.asarray(selected(x, threshold, 1))], reverse=True) == chosen
 
 
-def test_rounds_equal_the_papers_from_any_threshold():
-    x = np.abs(np.random.default_rng(1).standard_t(3, 3000)).astype(np.float32)
-    rounds = set()
-    for threshold in np.float32(2.0) ** np.arange(-6, 8, 0.25, dtype=np.float32):
-        expected = paper_rounds(x, threshold, 60)
-        np.testing.assert_array_equal(selected(x, threshold, 60), expected)
-        rounds.add(40 <= expected.sum() <= 80)
-    assert rounds == {True, False}
-
-
-def test_normal_entries_are_sent_at_the_density():
-    x = jax.random.normal(jax.random.key(0), (300_000,))
-    assert once(x, 4096)[1].sent == pytest.approx(3000, abs=5 * 3000**0.5)
-
-
-def test_laplace_entries_exceed_the_density_sixfold():
-    x = jax.random.laplace(jax.random.key(0), (300_000,))
-    assert 5 < once(x, 4096)[1].selected / 3000 < 7
-
-
-def test_with_a_mean_far_below_zero_everything_passes():
-    g = np.random.default_rng(2).normal(size=4000) - 9
-    g[::500] = 0
-    info = once(g.astype(np.float32))[1]
-    assert info.selected == 3992
-    assert 0 < info.sent <= 64
+@pytest.mark.parametrize(("draw", "times"), [(jax.random.normal, 1), (jax.random.laplace, 6)])
+def test_normal_entries_are_sent_at_the_density_and_laplace_entries_six_times_as_many(draw, times):
+    info = once(draw(jax.random.key(0), (300_000,)), 4096)[1]
+    assert info.selected / 3000 == pytest.approx(times, rel=5 / 3000**0.5 + (times - 1) / 50)
 
 
 @pytest.mark.parametrize("power", [-100, 70])
@@ -112,14 +89,3 @@ def test_a_power_of_two_as_scale_changes_nothing(power):
 def test_equal_entries_and_a_single_entry_are_sent():
     assert once(jnp.full(20, -3.0))[0].tolist() == [-3.0] * 20
     assert once(jnp.float32(2.0))[0] == 2.0
-
-
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
-def test_a_bad_density_raises(density):
-    with pytest.raises(ValueError, match=rf"density must be in \(0, 1\], got {density}"):
-        gcjax.contrib.gaussian_k_compress(density)
-
-
-def test_a_bad_capacity_raises():
-    with pytest.raises(TypeError, match=r"capacity must be an int, .*'big'"):
-        gcjax.contrib.gaussian_k_compress(0.01, capacity="big")

@@ -1,4 +1,4 @@
-"""terngrad_compress: clipping, no bias after it, shared scales, fields that do not carry, words by hand."""
+"""terngrad_compress: clipping, no bias after it, fields that do not carry, words by hand."""
 
 import jax
 import numpy as np
@@ -42,44 +42,10 @@ def test_the_mean_of_many_draws_is_the_clipped_gradient(aggregate):
 
 
 @BOTH
-@pytest.mark.full
-def test_without_clipping_the_mean_is_the_gradient(aggregate):
-    g, _ = outlier()
-    got = draws(gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 4000)
-    assert set(np.unique(got)) == {-20.0, 0.0, 20.0}
-    assert deviations(got, g, 20).max() < 5
-
-
-@BOTH
-def test_the_variance_is_as_stated(aggregate):
-    g = normal(100)
-    got = draws(gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY), g, 1000)
-    scale = np.abs(g).max()
-    total = (scale * np.abs(g) - g**2).sum()
-    np.testing.assert_allclose(((got - g) ** 2).mean(0).sum(), total, rtol=0.02)
-
-
-@BOTH
 def test_zeros_and_equal_entries_are_sent_exactly(aggregate):
     g = {"zeros": np.zeros(50, np.float32), "equal": np.full(50, -3.0, np.float32), "scalar": np.float32(1e24)}
     tx = gcjax.contrib.terngrad_compress(aggregate=aggregate, key=KEY)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(tx.update)(g, tx.init(g))[0], g)
-
-
-def update_of_two(aggregate, first, second):
-    tx = gcjax.contrib.terngrad_compress(None, aggregate=aggregate, key=KEY, axis_name="data")
-    g = np.array([first, second], np.float32)
-    runner = Runner(tx, {"x": g[0]}, 2)
-    return np.array([runner.step({"x": g})["x"][0] for _ in range(400)])
-
-
-def test_only_summed_workers_share_a_scale():
-    shared = update_of_two("sum", [4.0, 0.0], [0.0, -1.0])
-    assert (shared[:, 0] == 2.0).all()  # half of 4
-    assert set(shared[:, 1]) == {0.0, -2.0}
-    assert abs(shared[:, 1].mean() + 0.5) < 5 * np.sqrt(3 / 4 / 400)  # -4 a quarter of the time, halved
-    own = update_of_two("gather", [4.0, 0.0], [0.0, -1.0])
-    np.testing.assert_array_equal(own, [[2.0, -0.5]] * 400)
 
 
 @pytest.mark.parametrize(("workers", "bits"), [(1, 2), (2, 4), (7, 4), (8, 8), (127, 8), (128, 16), (32768, 32)])
@@ -97,40 +63,17 @@ def test_extreme_codes_add_up_without_a_carry(workers):
 
 def test_words_of_sum_by_hand():
     g = np.array([3.0, -3.0, 0.0, 3.0] + [0.0] * 12 + [-3.0], np.float32)
-    (words,), _ = messages(gcjax.contrib.terngrad_compress(None, key=KEY), g)
+    (words,), info = messages(gcjax.contrib.terngrad_compress(None, key=KEY), g)
+    assert info.payload_bits == 17 * 2 + 32
     codes = [2, 0, 1, 2] + [1] * 12 + [0] + [1] * 15  # of a whole mask word
     assert words.tolist() == [[sum(code << 2 * j for j, code in enumerate(codes[k::2]))] for k in (0, 1)]
 
 
 def test_words_of_gather_by_hand():
     g = {"a": np.array([3.0, -3.0, 0.0], np.float32), "b": np.array([0.0, -5.0], np.float32)}
-    (words,), _ = messages(gcjax.contrib.terngrad_compress(None, aggregate="gather", key=KEY), g)
+    (words,), info = messages(gcjax.contrib.terngrad_compress(None, aggregate="gather", key=KEY), g)
+    assert info.payload_bits == 5 * 2 + 2 * 32
     assert words[:2].view(np.float32).tolist() == [3.0, 5.0]
     not_zero, negative = words[2:].reshape(2, 2).tolist()
     assert not_zero == [0b011, 0b10]
     assert negative == [0b010, 0b10]
-
-
-@pytest.mark.parametrize(("aggregate", "workers", "bits"), [("sum", 2, 4), ("sum", 8, 8), ("gather", 8, 2)])
-def test_payload_bits_count_entries_and_scales(aggregate, workers, bits):
-    g = {"a": np.ones((workers, 45), np.float32), "b": np.ones(workers, np.float32)}
-    tx = gcjax.contrib.terngrad_compress(aggregate=aggregate, key=KEY, axis_name="data")
-    runner = Runner(tx, jax.tree.map(lambda x: x[0], g), workers)
-    runner.step(g)
-    assert gcjax.info(runner.state).payload_bits.tolist() == [46 * bits + 2 * 32] * workers
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"clip": 0.0}, ValueError, r"clip must be in \(0, inf\), got 0.0"),
-        ({"clip": float("inf")}, ValueError, "clip.*inf"),
-        ({"aggregate": "mean"}, ValueError, "'sum', 'gather', got 'mean'"),
-        ({"aggregate": "gather", "transport": "ring"}, ValueError, "'all_gather', 'two_phase', 'auto', got 'ring'"),
-        ({"transport": "two_phase"}, ValueError, "'two_phase' needs aggregate='gather'"),
-        ({"key": None}, TypeError, "key must be a key made by jax.random.key"),
-    ],
-)
-def test_bad_options_raise(options, error, message):
-    with pytest.raises(error, match=message):
-        gcjax.contrib.terngrad_compress(**{"key": KEY, **options})
