@@ -1,7 +1,8 @@
 """Everything that a method of your own needs.
 
-A method is a `Compressor`: two pure functions over the leaves of a `Bucket`. `compress` makes an optax transform of
-it. Most methods need less than that:
+A method is a `Compressor`, two pure functions over the leaves of a `Bucket`: `init(bucket)` returns the state, and
+`update(step, state)` takes a `StepInput` and returns a `StepResult`. `compress` makes an optax transform of it. Most
+methods need less than that:
 
 - a method that works on the plain array of one leaf is a pair `compress`, `decompress` for `leaf_codec`;
 - a method that sends a code of every entry is a pair `encode`, `decode` for `dense_codec`;

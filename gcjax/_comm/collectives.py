@@ -101,7 +101,7 @@ def send(x: Array, destinations: Sequence[int], axis_names: tuple[str, ...]) -> 
 def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:
     """Gather whole arrays from the shards over `axis_names`; `specs` are `PartitionSpec`s, a prefix of the tree."""
 
-    def whole(x, spec):
+    def whole(x: Array, spec: jax.sharding.PartitionSpec) -> Array:
         for dimension, names in sharded_dimensions(spec, axis_names):
             x = lax.all_gather(x, names, axis=dimension, tiled=True)
         return x
@@ -112,7 +112,7 @@ def gather_shards(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> P
 def scatter_mean(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> PyTree:
     """The mean over the axes, sharded as the arrays were before `gather_shards`."""
 
-    def shard(x, spec):
+    def shard(x: Array, spec: jax.sharding.PartitionSpec) -> Array:
         left, mean = set(axis_names), _wide(x)
         for dimension, names in sharded_dimensions(spec, axis_names):
             mean = lax.psum_scatter(mean, names, scatter_dimension=dimension, tiled=True) / axis_size(names)
@@ -122,7 +122,9 @@ def scatter_mean(tree: PyTree, specs: PyTree, axis_names: tuple[str, ...]) -> Py
     return jax.tree.map(shard, tree, jax.tree.broadcast(specs, tree))
 
 
-def sharded_dimensions(spec: jax.sharding.PartitionSpec, axis_names: tuple[str, ...]) -> list:
+def sharded_dimensions(
+    spec: jax.sharding.PartitionSpec, axis_names: tuple[str, ...]
+) -> list[tuple[int, tuple[str, ...]]]:
     """[(dimension, all axes that shard it)] for each dimension that a `PartitionSpec` shards over any of the axes."""
     dimensions = enumerate(axis_tuple(entry) for entry in spec)
     return [(dimension, names) for dimension, names in dimensions if set(names) & set(axis_names)]
@@ -148,7 +150,7 @@ class MeshComm(Comm):
         return lax.pmax(x, self._axes)
 
     def sum(self, x: Array) -> Array:
-        def total(own):
+        def total(own: Array) -> Array:
             return lax.psum(own, self._axes)
 
         if self.inner_workers > 1:
@@ -160,7 +162,7 @@ class MeshComm(Comm):
         return jax.tree.map(lambda x: self.sum(x) / self.size, tree)  # XLA combines the all-reduces
 
     def gather(self, x: Array) -> Array:
-        def gathered(own):
+        def gathered(own: Array) -> Array:
             return _gathered(_in_rows(own), self._axes).reshape(self.size, -1)
 
         padded = jnp.pad(x.reshape(1, -1), ((0, 0), (0, -x.size % (GATHER_ROWS * self.inner_workers))))
@@ -168,7 +170,7 @@ class MeshComm(Comm):
         return rows[:, : x.size].reshape(self.size, *x.shape)
 
     def all_to_all(self, x: Array) -> Array:
-        def swapped(own):
+        def swapped(own: Array) -> Array:
             return lax.all_to_all(own, self._axes, split_axis=0, concat_axis=0)
 
         return self._in_parts(swapped, x.reshape(self.size, -1), (self.size - 1) / self.size).reshape(x.shape)

@@ -84,7 +84,7 @@ def transfers_of(
     """
     record: Record = []
 
-    def update(gradient, zeros):
+    def update(gradient: PyTree, zeros: Array) -> PyTree:
         extra = {"sum_grad_squared": gradient} if squares else {}
         with simulated_workers(workers, zeros, record):
             return tx.update(gradient, tx.init(gradient), **extra)
@@ -108,7 +108,7 @@ def _with_largest_branches(record: Record, workers: int) -> tuple[Transfer, ...]
 def simulated_workers(workers: int, zeros: Array, record: Record) -> Iterator[None]:
     """Inside, transforms without axis names have `workers` workers. `zeros` is as for `SimulatedComm`."""
 
-    def factory(axis_names, inner_axes):
+    def factory(axis_names: tuple[str, ...], inner_axes: tuple[str, ...]) -> Comm:
         return mesh_comm(axis_names, inner_axes) if axis_names else SimulatedComm(workers, zeros, record)
 
     with replaced_comm(factory):

@@ -68,7 +68,7 @@ class Mixing:
 def mix(tree: PyTree, mixing: Mixing) -> PyTree:
     """State per worker, each part as its class says; of what says nothing, floats as means and the rest as equal."""
 
-    def mixed(node):
+    def mixed(node: PyTree) -> PyTree:
         if is_mixable(node):
             return node.mixed(mixing)
         return mixing.means(node) if jnp.issubdtype(node.dtype, jnp.inexact) else mixing.equal(node)

@@ -86,7 +86,7 @@ def _is_owned(node: object) -> bool:
 def shared_among(tree: PyTree, workers: int) -> PyTree:
     """A state before its first step, with its `Owned` nodes for so many workers."""
 
-    def share(node):
+    def share(node: PyTree) -> PyTree:
         return Owned.create(node.bucket, node.sharing, workers) if _is_owned(node) else node
 
     return jax.tree.map(share, tree, is_leaf=_is_owned)

@@ -10,7 +10,7 @@ from gcjax._comm.collectives import axis_size, axis_tuple, comm_for_axes, dense_
 from gcjax._comm.comm import Comm
 from gcjax._core.chain import Passing, Seen, noted, seen
 from gcjax._core.checks import check_gradient, check_inputs, check_state, mask_like, reject_partitioned
-from gcjax._core.compressor import Compressor, SendReport, StepInput, checked
+from gcjax._core.compressor import Compressor, S, SendReport, StepInput, checked
 from gcjax._core.finite import bad_leaves
 from gcjax._core.missing_squares import warn_of_missing_squares
 from gcjax._core.options import checksum, meaning
@@ -25,7 +25,7 @@ from gcjax._xla import computed_once
 
 
 def compress(
-    compressor: Compressor,
+    compressor: Compressor[S],
     *,
     axis_name: AxisNames = None,
     inner_axis_name: AxisNames = None,
@@ -82,7 +82,9 @@ def compress(
         report = fresh_report(layout.entries, checksum(meaning(buckets)))
         return packed(shared_among(buckets, _bound_workers(worker_axes, inner_axes)), report, axes)
 
-    def update(updates, state, params=None, *, sum_grad_squared=None, **extra_args):
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, sum_grad_squared: PyTree = None, **extra_args: object
+    ) -> tuple[PyTree, PyTree]:
         """Check, take in, agree, run the method, report, pack."""
         del extra_args
         if (looking := seen.get()) is not None:
@@ -239,7 +241,7 @@ def _equal_where_gradients_are(updates: PyTree, gradients: PyTree, shard_axes: t
     equal on all shards and loses nothing.
     """
 
-    def mean(u, g):
+    def mean(u: Array, g: Array) -> Array:
         over = tuple(axis for axis in shard_axes if axis in varying_axes(u) - varying_axes(g))
         return dense_mean(u, over) if over else u
 

@@ -6,13 +6,13 @@ all of them, or by owners in two phases (`gcjax._dense.parts`).
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gcjax._comm.comm import Comm
-from gcjax._core.compressor import Compressor, Leaves, StepResult, dense_report
+from gcjax._core.compressor import Compressor, Leaves, StepInput, StepResult, dense_report
 from gcjax._core.mixing import Mixing
 from gcjax._core.owned import Owned
 from gcjax._dense.parts import add_decoded, cut, goes_through_owners, parameters_of, part_of, pieces_for, uncut
@@ -22,7 +22,8 @@ from gcjax._kernels.hashing import step_key
 from gcjax._types import Array
 from gcjax._validation import check_transport
 
-Encode = Callable[[Array, Bucket, Array | None], tuple[Array, Array | float]]
+# The third is a random key in a method with one, else None: `encode` may be typed for either.
+Encode = Callable[[Array, Bucket, Any], tuple[Array, Array | float]]
 Decode = Callable[[Array, Bucket], Array]
 
 
@@ -71,7 +72,7 @@ def dense_codec(
     key: Array | None = None,
     transport: str = "all_gather",
     encode_mean: Encode | None = None,
-) -> Compressor:
+) -> Compressor[CodecState]:
     """A compressor that sends a code of every entry.
 
     With the transport "all_gather", every worker's code goes to all workers. In two phases the code of each piece of
@@ -110,15 +111,15 @@ def dense_codec(
     encode, decode = _checked_encode(encode), _checked_decode(decode)
     codec = _Codec(encode, encode if encode_mean is None else _checked_encode(encode_mean), decode, feedback)
 
-    def init(bucket):
+    def init(bucket: Bucket) -> CodecState:
         error = jnp.zeros(bucket.shape if feedback else 1)
         return CodecState(error, jnp.int32(0), bucket, Owned.create(bucket, pieces_for(transport)))
 
-    def update(step, state):
+    def update(step: StepInput, state: CodecState) -> StepResult[CodecState]:
         bucket = state.bucket
         own_key = None if key is None else step_key(key, state.step, bucket, step.comm.rank())
 
-        def words_of(workers):
+        def words_of(workers: int) -> int:
             part = part_of(bucket, workers)
             x = jax.ShapeDtypeStruct(part.shape, jnp.float32)
             return jax.eval_shape(lambda x, key: encode(x, part, key)[0], x, own_key).size
@@ -135,7 +136,7 @@ def dense_codec(
 
 
 def _checked_encode(encode: Encode) -> Encode:
-    def run(x, bucket, key):
+    def run(x: Array, bucket: Bucket, key: Array | None) -> tuple[Array, Array | float]:
         result = encode(x, bucket, key)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -148,7 +149,7 @@ def _checked_encode(encode: Encode) -> Encode:
 
 
 def _checked_decode(decode: Decode) -> Decode:
-    def run(payload, bucket):
+    def run(payload: Array, bucket: Bucket) -> Array:
         x = decode(payload, bucket)
         if jnp.shape(x) != bucket.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             raise TypeError(
@@ -197,11 +198,11 @@ class _Codec(NamedTuple):
             gradient = [jnp.where(go, e + g, e) for e, g in zip(errors, gradient, strict=True)]
         parts = cut(gradient, bucket, comm.size)
 
-        def encode_part(x, key):
+        def encode_part(x: Array, key: Array | None) -> tuple[Array, Array]:
             payload, bits = self.encode(x, part, key)
             return payload, jnp.float32(bits)
 
-        def decode(payload):
+        def decode(payload: Array) -> Array:
             return self.decode(payload, part)
 
         # Every message has a key of its own: equal draws in both phases would make the code of the mean biased.

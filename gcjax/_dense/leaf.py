@@ -7,7 +7,7 @@ Learning", ICDCS 2021, doi 10.1109/ICDCS51616.2021.00060.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from gcjax._types import Array, PyTree
 from gcjax._validation import check_flag, check_function
 from gcjax._xla import kept_unless
 
-Compress = Callable[[Array, Array | None], PyTree]
+# The second is a random key in a method with one, else None: `compress` may be typed for either.
+Compress = Callable[[Array, Any], PyTree]
 Decompress = Callable[[PyTree, tuple[int, ...]], Array]
 
 
@@ -135,7 +136,7 @@ def _payload(compress: Compress, x: Array, key: Array | None, number: int) -> _P
     return _Payload(jnp.concatenate([_words_of(a) for a in leaves]), like, sum(8 * a.nbytes for a in leaves))
 
 
-def _kind(wrong: list) -> str:
+def _kind(wrong: list[PyTree]) -> str:
     if not wrong:
         return "nothing"
     return f"{wrong[0].dtype}{list(wrong[0].shape)}" if hasattr(wrong[0], "dtype") else repr(wrong[0])

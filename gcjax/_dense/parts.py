@@ -51,7 +51,7 @@ def cut(leaves: Sequence[Array], bucket: Bucket, workers: int) -> Array:
     """The parts of all workers, float32[workers, blocks, 32, 128], from arrays of the bucket's segments."""
     part = part_of(bucket, workers)
 
-    def pieces(x, size):
+    def pieces(x: Array, size: int) -> Array:
         return jnp.pad(x.reshape(-1), (0, workers * size - x.size)).reshape(workers, size)
 
     return jax.vmap(part.join)([pieces(leaves[s.leaf], s.size) for s in part.segments])
@@ -83,13 +83,13 @@ def add_decoded(total: Array, payloads: Array, decode: Callable[[Array], Array])
     """
     workers = len(payloads)
 
-    def add(worker, total):
+    def add(worker: Array | int, total: Array) -> Array:
         return total + decode(payloads[worker]) / workers
 
-    def in_turn():
+    def in_turn() -> Array:
         return lax.fori_loop(0, workers, add, vary_like(total, payloads))
 
-    def in_one_pass():
+    def in_one_pass() -> Array:
         return functools.reduce(lambda total, worker: add(worker, total), range(workers), vary_like(total, payloads))
 
     if workers > UNROLLED:

@@ -99,7 +99,7 @@ def _reduce_in_short(merges: tuple[Merge, ...], *arrays: Array) -> list[Array]:
     halves = [x[:, :, half] for x in split for half in (0, 1)]
     merge_of = [merge for merge in merges for _ in (0, 1)]
 
-    def merge_all(a, b):
+    def merge_all(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(merge(x, y) for merge, x, y in zip(merge_of, a, b, strict=True))
 
     reduced = lax.reduce(tuple(halves), tuple(jnp.zeros((), x.dtype) for x in halves), merge_all, (2,))

@@ -139,7 +139,7 @@ def sum_sent(payloads: Array, decode: Callable[[Array], Sent], sizes: Sequence[i
     payloads: [workers, words]; decode: one worker's payload -> its values and places for each sum.
     """
 
-    def add(worker, sums):
+    def add(worker: Array, sums: list[Array]) -> list[Array]:
         return add_sent(sums, decode(payloads[worker]))
 
     start = [zeros((size,), jnp.float32, payloads) + jnp.where(go, 0.0, jnp.nan) for size in sizes]

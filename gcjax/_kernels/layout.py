@@ -35,12 +35,12 @@ class Layout:
         return sum(b.entries for b in self.buckets)
 
 
-def path_name(path: tuple) -> str:
+def path_name(path: tuple[object, ...]) -> str:
     """The path of a leaf, for an error message."""
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
-def check_is_array(path: tuple, leaf: object) -> None:
+def check_is_array(path: tuple[object, ...], leaf: object) -> None:
     """Raise TypeError for a leaf that is no array, such as an activation function in a model that is a pytree."""
     if not hasattr(leaf, "dtype") and (callable(leaf) or isinstance(leaf, str)):
         raise TypeError(

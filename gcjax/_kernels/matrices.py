@@ -82,7 +82,7 @@ def orthonormal(p: Array, epsilon: float) -> Array:
     A vector becomes zero if its projection off the earlier ones has no more than the share `epsilon` of its length.
     """
 
-    def add(k, basis):
+    def add(k: Array, basis: Array) -> Array:
         x = _remove(unit(p[:, k]), basis)
         left = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
         x = unit(_remove(unit(x), basis))  # the rest may be mostly rounding errors along the basis

@@ -12,7 +12,7 @@ from gcjax._kernels.buckets import Bucket
 SMALLEST = 1 << 14  # the entries divided by it are the smallest capacity where only the largest is given
 
 
-def check_capacity(capacity: float | tuple[int, ...] | None) -> None:
+def check_capacity(capacity: int | float | tuple[int, ...] | None) -> None:
     """Raise unless `capacity` is None, a float in (0, 1], an int above 1, or a tuple of positive ints.
 
     An int of 1 would be a single slot, where all of the parameters (1.0) are more likely to be meant.
@@ -75,7 +75,7 @@ def capacities_around(
 ) -> Callable[[Bucket], float | tuple[int, ...]]:
     """From a bucket to `capacity`, or if that is None to these shares of the wanted count, at most all entries."""
 
-    def capacities(bucket):
+    def capacities(bucket: Bucket) -> float | tuple[int, ...]:
         if capacity is not None:
             return capacity
         return tuple(min(math.ceil(share * count(bucket)), bucket.entries) for share in shares)

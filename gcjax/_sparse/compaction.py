@@ -109,11 +109,11 @@ def next_set_bits(words: Array, end: ArrayLike, cursor: Cursor, count: int, wind
     """
     slot = jnp.arange(count, dtype=jnp.int32)
 
-    def unfinished(state):
+    def unfinished(state: tuple[Array, Array, Array]) -> Array:
         word, filled, _ = state
         return (filled < count) & (word < end)
 
-    def look(state):
+    def look(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         word, filled, number_at = state
         number = word + jnp.arange(window, dtype=jnp.int32)
         seen = jnp.where(number < end, lax.dynamic_slice_in_dim(words, word, window), 0)
@@ -139,7 +139,7 @@ def _running_max(x: Array) -> Array:
     slots, took a fifth of the whole update at density 1/10.
     """
 
-    def double(k, x):
+    def double(k: Array, x: Array) -> Array:
         behind = lax.dynamic_slice(jnp.pad(x, (WORD // 2, 0)), (WORD // 2 - (1 << k),), x.shape)
         return jnp.maximum(x, behind)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from gcjax._core.compressor import Compressor, StepResult
+from gcjax._core.compressor import Compressor, StepInput, StepResult
 from gcjax._kernels.bits import WORD
 from gcjax._kernels.buckets import Bucket
 from gcjax._sparse.capacities import capacities_for
@@ -19,7 +19,7 @@ Select = Callable[[Array, Array, Bucket], Array]
 Capacity = Callable[[Bucket], float | tuple[int, ...]]
 
 
-def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -> Compressor:
+def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -> Compressor[SparseState]:
     """A compressor that sends the entries which `select` chooses, as float32 values with their places in compact form.
 
     Entries that are not sent stay in the residual.
@@ -45,7 +45,7 @@ def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -
     check_function("select", select, "lambda a, step, bucket: gcjax.extend.pack_mask(jnp.abs(a) > 1)")
     check_function("capacity", capacity, f"lambda bucket: {512 if callable(capacity) else capacity!r}")
 
-    def parameters(a, step, bucket):
+    def parameters(a: Array, step: Array, bucket: Bucket) -> Array:
         mask = select(a, step, bucket)
         _check_packed(mask, bucket)
         return mask & bucket.valid_words()
@@ -64,15 +64,15 @@ def _check_packed(mask: Array, bucket: Bucket) -> None:
         )
 
 
-def method_without_padding(select: Select, capacity: Capacity, transport: str) -> Compressor:
+def method_without_padding(select: Select, capacity: Capacity, transport: str) -> Compressor[SparseState]:
     """`sparse_method` for a `select` that never chooses padding, which would make other entries of a message wrong."""
     check_transport(transport)
     code = float_code()
 
-    def init(bucket):
+    def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=reset_to_zero, transport=transport)
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         message = Message(

@@ -23,7 +23,7 @@ def _rotation(turn: Array, workers: int) -> Array:
     return (quick_bits(jnp.uint32(0), turn) % workers).astype(jnp.int32)
 
 
-def word_of(owner: Array, turn: Array, workers: int) -> Array:
+def word_of(owner: Array | int, turn: Array, workers: int) -> Array:
     """Number of the word that `owner` gets in round `turn`, int32."""
     return turn * workers + (owner + _rotation(turn, workers)) % workers
 
@@ -34,7 +34,7 @@ def owner_of(word: Array, workers: int) -> tuple[Array, Array]:
     return (word - _rotation(turn, workers)) % workers, turn
 
 
-def place_of(owner: Array, own: Array, workers: int) -> Array:
+def place_of(owner: Array | int, own: Array, workers: int) -> Array:
     """Place in the bucket, int32, of an entry given by its owner and its place among the owner's entries."""
     return word_of(owner, own // WORD, workers) * WORD + own % WORD
 
@@ -72,7 +72,7 @@ def fitting(dealt: Array, slots: int, start_word: Array) -> tuple[Array, Array]:
     """
     count, rounds = jnp.sum(count_bits(dealt), axis=1), dealt.shape[1]
 
-    def cut(dealt, start_word):
+    def cut(dealt: Array, start_word: Array) -> tuple[Array, Array]:
         fit, resume = jax.vmap(lambda words: truncate(words, start_word, slots))(dealt)
         # All owners start at the same round: the next step at the first one that some owner did not reach.
         reached = jnp.where(count > slots, (resume - start_word) % rounds, rounds)

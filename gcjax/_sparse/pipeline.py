@@ -21,7 +21,9 @@ from gcjax._sparse.owners import owner_of, place_of
 from gcjax._sparse.wire import entropy_bits
 from gcjax._types import Array
 
-At = Callable[[Array, Array], Array]  # (number of a receiver or sender, places in its message) -> places elsewhere
+At = Callable[
+    [Array | int, Array], Array
+]  # (number of a receiver or sender, places in its message) -> places elsewhere
 
 
 class Route(NamedTuple):
@@ -44,7 +46,7 @@ class Route(NamedTuple):
     added_at: At
 
 
-def _as_it_is(number: Array, place: Array) -> Array:
+def _as_it_is(number: Array | int, place: Array) -> Array:
     del number
     return place
 
@@ -62,10 +64,10 @@ def to_owners(comm: Comm) -> Route:
     """Every worker's entries to their owners."""
     rank = comm.rank()
 
-    def of_owner(owner, own):
+    def of_owner(owner: Array | int, own: Array) -> Array:
         return place_of(owner, own, comm.size)
 
-    def own_place(sender, own):
+    def own_place(sender: Array | int, own: Array) -> Array:
         del sender
         return place_of(rank, own, comm.size)
 
@@ -76,11 +78,11 @@ def from_owners(comm: Comm) -> Route:
     """Every owner's entries to every worker."""
     rank = comm.rank()
 
-    def own_place(receiver, own):
+    def own_place(receiver: Array | int, own: Array) -> Array:
         del receiver
         return place_of(rank, own, comm.size)
 
-    def of_owner(owner, own):
+    def of_owner(owner: Array | int, own: Array) -> Array:
         return place_of(owner, own, comm.size)
 
     return Route(_gather, _as_it_is, own_place, of_owner, of_owner)
@@ -137,12 +139,12 @@ def encode(selected: Selected, form: Form, route: Route, comm: Comm, go: Array) 
     rung, fill = _agreed_capacity(jnp.max(selected.counts), form.capacities, comm, go)
     going = jnp.where(fill == 0, selected.counts, 0)
 
-    def message_for(receiver):
-        def code_at(place):
+    def message_for(receiver: Array | int) -> Array:
+        def code_at(place: Array) -> Array:
             x = selected.values.reshape(-1)[position_of(route.taken_from(receiver, place))]
             return form.code.encode(x, form.scales_at(selected.scales, route.of_receiver(receiver, place))[0])
 
-        def entries():
+        def entries() -> Array:
             return form.entries.write(selected.words[receiver], going[receiver], code_at, rung)
 
         body = _all_or_entries(form, rung, lambda: _codes_of_all(selected, form, route), entries)
@@ -173,7 +175,7 @@ def _all_or_entries(form: Form, rung: Array, of_all: Callable[[], Array], of_ent
         return of_entries()
     room = max(form.entries.room, form.all_words)
 
-    def padded(words):
+    def padded(words: Array) -> Array:
         return jnp.pad(words, (0, room - len(words)))
 
     return lax.cond(sends_all(form, rung), lambda: padded(of_all()), lambda: padded(of_entries()))
@@ -191,8 +193,8 @@ def move(encoded: Encoded, form: Form, route: Route, comm: Comm) -> Arrived:
     """One collective, at the length of this step's capacity: only this is compiled for every length."""
     branch = comm.metered()
 
-    def at_length(length):
-        def run(messages):
+    def at_length(length: int) -> Callable[[Array], tuple[Array, Array]]:
+        def run(messages: Array) -> tuple[Array, Array]:
             metered = branch()
             arrived = route.collective(metered, messages[:, :length])
             padded = jnp.pad(arrived, ((0, 0), (0, messages.shape[1] - length)))
@@ -222,11 +224,11 @@ def add(arrived: Arrived, form: Form, route: Route, total: Array, divisor: int) 
     """
     messages = arrived.messages
 
-    def add_sender(sender, total):
+    def add_sender(sender: Array | int, total: Array) -> Array:
         message = messages[sender]
         scales = form.scales_of(message)
 
-        def add_chunk(total, slot, place, code, valid):
+        def add_chunk(total: Array, slot: Array, place: Array, code: Array, valid: Array) -> Array:
             y = form.code.decode(code, *form.scales_at(scales, route.of_sender(sender, place)))
             # Padding goes out of bounds, each slot to a place of its own, so that "unique" holds for it too.
             at = jnp.where(valid, position_of(route.added_at(sender, place)), len(total) + slot)
@@ -240,10 +242,10 @@ def add(arrived: Arrived, form: Form, route: Route, total: Array, divisor: int) 
 def mean_of(arrived: Arrived, form: Form, route: Route, divisor: int) -> Array:
     """The entries of all senders, added up and divided by `divisor`: float32[span] of flattened blocks."""
 
-    def of_entries():
+    def of_entries() -> Array:
         return add(arrived, form, route, zeros_for(arrived, form), divisor)
 
-    def of_all():
+    def of_all() -> Array:
         return _decoded_all(arrived.messages, form)[: form.bucket.span] + arrived.fill
 
     return lax.cond(sends_all(form, arrived.rung), of_all, of_entries) if form.has_all else of_entries()

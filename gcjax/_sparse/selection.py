@@ -57,7 +57,7 @@ def kth_largest(bits: Array, k: Array) -> Array:
     Found bit by bit from the top: 31 counts, no sort.
     """
 
-    def at_least(trial):
+    def at_least(trial: Array) -> Array:
         return jnp.sum(bits >= trial[..., None], axis=-1, dtype=jnp.int32)
 
     return _search(at_least, k, jnp.zeros_like(bits[..., 0]))
@@ -66,7 +66,7 @@ def kth_largest(bits: Array, k: Array) -> Array:
 def _kth_of_bucket(x: Array, k: int | Array, candidates: Array | None = None) -> Array:
     """`kth_largest` of the magnitudes of x, float32[blocks, 32, 128], but at least the bits of the smallest normal."""
 
-    def at_least(trial):  # as floats: magnitudes would be computed before the loop, and held in memory
+    def at_least(trial: Array) -> Array:  # as floats: magnitudes would be computed before the loop, and held in memory
         limit = bits_float(trial)
         return jnp.sum(count_bits(_among(candidates, pack_mask((x >= limit) | (x <= -limit)))))
 
@@ -76,7 +76,7 @@ def _kth_of_bucket(x: Array, k: int | Array, candidates: Array | None = None) ->
 def _search(at_least: Callable[[Array], Array], k: Array, start: Array) -> Array:
     """The largest number below 2**31 with at_least(number) >= k."""
 
-    def settle_bit(i, found):
+    def settle_bit(i: Array, found: Array) -> Array:
         trial = found | (jnp.uint32(1) << (30 - i).astype(jnp.uint32))
         return jnp.where(at_least(trial) >= k, trial, found)
 
@@ -119,10 +119,10 @@ def kth_magnitude(x: Array, k: int | Array, candidates: Array | None = None) -> 
     found = (count_above < k) & (k <= count_above + slots.total) & (slots.total <= room)
     too_few = (low == _TINY_BITS) & (count_above + slots.total < k)
 
-    def among_these(x, slots):
+    def among_these(x: Array, slots: Slots) -> Array:
         return jnp.where(too_few, _TINY_BITS, _kth_of_bucket(_values_in(slots, x, room), k - count_above))
 
-    def among_all(x, slots):
+    def among_all(x: Array, slots: Slots) -> Array:
         del slots
         return _kth_of_bucket(x, k, candidates)
 
@@ -160,7 +160,7 @@ def keep_largest(limit: int, x: Array, words: Array) -> Array:
     the other instead spoiled early training.
     """
 
-    def largest(x, words):
+    def largest(x: Array, words: Array) -> Array:
         return top_k_mask(x, limit, candidates=words)
 
     return lax.cond(jnp.sum(count_bits(words)) > limit, largest, lambda x, words: words, x, words)

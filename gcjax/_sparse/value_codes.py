@@ -65,23 +65,23 @@ def power_of_two_code(has_zero: bool = False) -> ValueCode:
     """
     lowest = 6 if has_zero else 7
 
-    def below_top(x, scale):
+    def below_top(x: Array, scale: Array) -> Array:
         return jnp.maximum(scale.astype(jnp.int32) - nearest_exponent(x), 0)
 
-    def value(sign, below, scale):
+    def value(sign: Array, below: Array, scale: Array) -> Array:
         magnitude = float_bits(power_of_two(jnp.maximum(scale.astype(jnp.int32) - below, 0)))
         return bits_float(sign | (jnp.where(below > lowest, 0, magnitude) if has_zero else magnitude))
 
-    def smallest(scale):
+    def smallest(scale: Array) -> Array:
         return jnp.maximum(0.75 * power_of_two(jnp.maximum(scale.astype(jnp.int32) - lowest, 0)), TINY)
 
-    def encode(x, scale):
+    def encode(x: Array, scale: Array) -> Array:
         return (sign_bit(x) >> (_SIGN_SHIFT - 3)) | jnp.minimum(below_top(x, scale), 7).astype(jnp.uint32)
 
-    def decode(code, scale):
+    def decode(code: Array, scale: Array) -> Array:
         return value(_sign_of(code, 3), (code & 7).astype(jnp.int32), scale)
 
-    def nearest(x, scale):
+    def nearest(x: Array, scale: Array) -> Array:
         return value(sign_bit(x), below_top(x, scale), scale)
 
     return ValueCode(4, 8, _exponent_of, smallest, encode, decode, nearest)
@@ -117,11 +117,11 @@ def sign_code(step: ArrayLike) -> ValueCode:
     [ 0.5 -0.5]
     """
 
-    def decode(code, scale):
+    def decode(code: Array, scale: Array) -> Array:
         del scale
         return jnp.where(code > 0, -jnp.float32(step), jnp.float32(step))
 
-    def nearest(x, scale):
+    def nearest(x: Array, scale: Array) -> Array:
         return decode(_sign_bit_of(x), scale)
 
     return ValueCode(1, 0, jnp.zeros_like, _any_normal, _encode_sign, decode, nearest)
@@ -141,7 +141,7 @@ def class_mean_code() -> ValueCode:
     [ 2.  -1.5]
     """
 
-    def decode(code, plus, minus):
+    def decode(code: Array, plus: Array, minus: Array) -> Array:
         return bits_float(jnp.where(code > 0, minus, plus))
 
     return ValueCode(1, 32, _as_it_is, _any_normal, _encode_sign, decode, _of_two_scales, scale_sets=2)

@@ -18,7 +18,7 @@ has to know it when the program is compiled.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,7 +38,8 @@ SMALLEST_CHUNK = 4096  # of a message with as many slots, on CPUs: it stays in t
 SMALLEST_ACCELERATOR_CHUNK = 131072
 
 CodeAt = Callable[[Array], Array]
-Visit = Callable[[Any, Array, Array, Array, Array], Any]
+T = TypeVar("T")
+Visit = Callable[[T, Array, Array, Array, Array], T]
 
 
 def check_wire(wire: str, code_bits: int) -> None:
@@ -151,7 +152,7 @@ class Wire(NamedTuple):
         size, window = len(words), -(-min(chunk, len(words)) // LANES) * LANES
         padded = jnp.pad(words, (0, window))
 
-        def write_chunk(number, state):
+        def write_chunk(number: Array | int, state: tuple[Cursor, Array]) -> tuple[Cursor, Array]:
             cursor, body = state
             place, cursor = next_set_bits(padded, size, cursor, chunk, window)
             place = computed_once(place, jnp.maximum(total, size * WORD))
@@ -162,7 +163,7 @@ class Wire(NamedTuple):
         start = (Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), jnp.zeros(self._room(chunk), jnp.uint32))
         return _of_length(self._in_chunks(chunk, write_chunk, vary_like(start, (words, total)), rung)[1], self.room)
 
-    def read(self, body: Array, count: Array, visit: Visit, carry: Any, rung: ArrayLike) -> Any:
+    def read(self, body: Array, count: Array, visit: Visit[T], carry: T, rung: ArrayLike) -> T:
         """Call visit(carry, slot, place, code, valid) -> carry for chunk after chunk of a message.
 
         Whatever the words are, valid entries have places from 0 to places - 1.
@@ -176,10 +177,10 @@ class Wire(NamedTuple):
         """
         return self._on_platform(lambda chunk: self._read(chunk, body, count, visit, carry, rung))
 
-    def _read(self, chunk: int, body: Array, count: Array, visit: Visit, carry: Any, rung: ArrayLike) -> Any:
+    def _read(self, chunk: int, body: Array, count: Array, visit: Visit[T], carry: T, rung: ArrayLike) -> T:
         body = _of_length(body, max(self._room(chunk), len(body)))
 
-        def read_chunk(number, state):
+        def read_chunk(number: Array | int, state: tuple[Cursor, T]) -> tuple[Cursor, T]:
             cursor, carry = state
             slot = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
             cursor, place, code = self._get(body, number, cursor, slot, rung)
@@ -189,14 +190,14 @@ class Wire(NamedTuple):
         start = vary_like(Cursor(*(jnp.asarray(x, jnp.int32) for x in START)), body)
         return self._in_chunks(chunk, read_chunk, (start, carry), rung)[1]
 
-    def _on_platform(self, run: Callable[[int], Any]) -> Any:
+    def _on_platform(self, run: Callable[[int], T]) -> T:
         """run(slots of a chunk) as it suits the platform that the program is compiled for."""
         on_cpu, on_others = self.chunks
         if on_cpu == on_others:
             return run(on_cpu)
         return lax.platform_dependent(cpu=lambda: run(on_cpu), default=lambda: run(on_others))
 
-    def _in_chunks(self, chunk: int, step: Callable, state: Any, rung: ArrayLike) -> Any:
+    def _in_chunks(self, chunk: int, step: Callable[[Array | int, T], T], state: T, rung: ArrayLike) -> T:
         chunks = [-(-slots // chunk) for slots in self.capacities]
         if max(chunks) == 1:
             return step(0, state)

@@ -34,6 +34,7 @@ from gcjax._validation import check_integer, check_number
 from gcjax.extend import (
     Bucket,
     Compressor,
+    StepInput,
     StepResult,
     bits_float,
     compress,
@@ -116,7 +117,7 @@ def demo_compress(
     def init(bucket: Bucket) -> DemoState:
         return DemoState(tuple(jnp.zeros(g.shape).reshape(-1) for g in chunk_groups(bucket, chunk)), chunk, bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: DemoState) -> StepResult[DemoState]:
         bucket = state.bucket
         groups = chunk_groups(bucket, chunk)
         taken = into_groups(step.gradient, bucket, chunk, _transform)
@@ -130,7 +131,7 @@ def demo_compress(
         payloads = step.comm.gather(payload)
         shapes = [found.shape for found in indices]
 
-        def decode(payload):
+        def decode(payload: Array) -> list[tuple[Array, Array]]:
             return _decode(payload, len(payloads), groups, shapes)
 
         mean = sum_sent(payloads, decode, [math.prod(g.shape) for g in groups], step.go)

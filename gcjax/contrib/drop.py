@@ -77,10 +77,10 @@ def drop_compress(
     check_flag("layer_wise", layer_wise)
     check_capacity(capacity)
 
-    def select(a, step, bucket):
+    def select(a: Array, step: Array, bucket: Bucket) -> Array:
         return pack_mask(jnp.abs(a) >= (_of_leaves if layer_wise else _of_all)(a, step, bucket, density))
 
-    def wanted(bucket):
+    def wanted(bucket: Bucket) -> int:
         if layer_wise:
             return sum(math.ceil(density * s.size) for s in bucket.segments)
         return count_for_density(density, bucket.entries)

@@ -29,6 +29,7 @@ from gcjax.extend import (
     Groups,
     Message,
     SparseState,
+    StepInput,
     StepResult,
     add_gradient,
     capacities_for,
@@ -98,7 +99,7 @@ def dryden_compress(
     check_transport(transport)
     code = class_mean_code()
 
-    def wanted(bucket):
+    def wanted(bucket: Bucket) -> int:
         return count_for_density(density, bucket.entries) + 2 * len(bucket.segments)  # each class rounds its share up
 
     capacities = capacities_around(wanted, CAPACITIES, capacity)
@@ -107,7 +108,7 @@ def dryden_compress(
         no_means = (jnp.zeros(len(bucket.segments)),) * 2
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=no_means)
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket = state.bucket
         (a,) = state.take_in(add_gradient, step.gradient, go=step.go)
         mask, means = _select(a, density, bucket, state.step)

@@ -72,10 +72,10 @@ def gaussian_k_compress(
     check_capacity(capacity)
     quantile = statistics.NormalDist().inv_cdf(density / 2)
 
-    def wanted(bucket):
+    def wanted(bucket: Bucket) -> int:
         return count_for_density(density, bucket.entries)
 
-    def select(a, step, bucket):
+    def select(a: Array, step: Array, bucket: Bucket) -> Array:
         del step
         x, threshold = _normal_threshold(a, bucket, quantile)
         return _adjusted_mask(x, threshold, wanted(bucket))
@@ -101,7 +101,7 @@ def _normal_threshold(a: Array, bucket: Bucket, quantile: float) -> tuple[Array,
 def _adjusted_mask(x: Array, threshold: Array, k: int) -> Array:
     """Packed mask of the entries of x, none negative, above the threshold, adjusted to pass about k."""
 
-    def above(threshold):
+    def above(threshold: Array) -> tuple[Array, Array]:
         words = pack_mask((x > threshold) & (x >= TINY))
         return words, jnp.sum(count_bits(words))
 

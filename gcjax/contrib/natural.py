@@ -18,7 +18,7 @@ import optax
 from gcjax._kernels.floats import TINY
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_random_key
-from gcjax.extend import bits_float, compress, dense_codec, float_bits, hash_bits, pack_planes, unpack_planes
+from gcjax.extend import Bucket, bits_float, compress, dense_codec, float_bits, hash_bits, pack_planes, unpack_planes
 
 BITS = 9
 _MANTISSA = 23
@@ -59,20 +59,20 @@ def natural_compress(
     """
     check_random_key("key", key)
 
-    def encode(x, bucket, key):
+    def encode(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         # 23 random bits are added to the mantissa: they carry into the exponent with the mantissa as the probability.
         return encoded(x, bucket, hash_bits(key, bucket.positions()) >> (32 - _MANTISSA))
 
-    def encode_mean(x, bucket, key):
+    def encode_mean(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         del key
         return encoded(x, bucket, jnp.uint32(1 << (_MANTISSA - 1)))  # to the nearest power of two
 
-    def encoded(x, bucket, draw):
+    def encoded(x: Array, bucket: Bucket, draw: Array) -> tuple[Array, int]:
         x = jnp.where(jnp.abs(x) < TINY, 0, x)
         code = (float_bits(x) + draw) >> _MANTISSA
         return pack_planes(code, BITS, bucket.words), BITS * bucket.entries
 
-    def decode(payload, bucket):
+    def decode(payload: Array, bucket: Bucket) -> Array:
         del bucket
         return bits_float(unpack_planes(payload, BITS) << _MANTISSA)
 

@@ -27,6 +27,7 @@ from gcjax.extend import (
     Bucket,
     CodecState,
     Compressor,
+    StepInput,
     StepResult,
     compress,
     count_for_density,
@@ -85,7 +86,7 @@ def random_k_compress(
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(bucket.shape if feedback else 1), jnp.int32(0), bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: CodecState) -> StepResult[CodecState]:
         bucket, x = state.bucket, state.bucket.join(step.gradient)
         if feedback:  # in a skipped step x is the old error, so that nothing else needs it and XLA works in its buffer
             x = jnp.where(step.go, state.error + x, state.error)
@@ -134,7 +135,7 @@ def _draw(key: Array, count: int, total: int) -> Array:
 
 def _remainder(words: Array, divisor: int) -> Array:
     """(words[0] * 2**32 + words[1]) % divisor, for a divisor up to 2**28. With 64 bits the bias is negligible."""
-    rest = jnp.uint32(0)
+    rest: Array = jnp.uint32(0)
     for word in words:
         for shift in range(28, -4, -4):
             rest = (rest * 16 + (word >> shift & 15)) % divisor

@@ -28,6 +28,7 @@ from gcjax.extend import (
     Compressor,
     EmptyState,
     SendReport,
+    StepInput,
     StepResult,
     compress,
     dense_report,
@@ -84,7 +85,7 @@ def sign_vote_compress(
     [ 1. -1.  1.]
     """
 
-    def update(step, state):
+    def update(step: StepInput, state: EmptyState) -> StepResult[EmptyState]:
         bucket = state.bucket
         return StepResult(_vote(bucket.join(step.gradient), bucket, step.comm, step.go), state, _report(bucket))
 
@@ -128,7 +129,7 @@ def signum_compress(
     def init(bucket: Bucket) -> SignumState:
         return SignumState(jnp.zeros(bucket.shape), bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: SignumState) -> StepResult[SignumState]:
         bucket = state.bucket
         m = momentum * state.momentum + (1 - momentum) * bucket.join(step.gradient)
         m = jnp.where(step.go, m, state.momentum)
@@ -162,7 +163,7 @@ def _majority(votes: Array) -> Array:
     zero = votes[0] & 0  # typed as varying like the votes, because the carry of a scan must keep its type
     planes = tuple(~zero if start >> k & 1 else zero for k in range(top + 1))
 
-    def add(planes, carry):
+    def add(planes: tuple[Array, ...], carry: Array) -> tuple[tuple[Array, ...], None]:
         total = []
         for plane in planes:
             total.append(plane ^ carry)

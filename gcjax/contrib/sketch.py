@@ -36,6 +36,7 @@ from gcjax.extend import (
     Compressor,
     Exchanged,
     SparseState,
+    StepInput,
     StepResult,
     add_gradient,
     bits_float,
@@ -111,7 +112,7 @@ def sketch_compress(
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=reset_to_zero, transport="all_gather", arrays=1 if momentum == 0 else 2)
 
-    def accumulate(state, gradient, go):
+    def accumulate(state: SparseState, gradient: Sequence[Array], go: Array) -> tuple[Array, ...]:
         if momentum == 0:
             return state.take_in(add_gradient, gradient, go=go)
         # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
@@ -119,11 +120,11 @@ def sketch_compress(
         v = state.accumulated[0]
         return jnp.where(go, jnp.where(unpack_mask(state.to_reset), 0, v) + u, v), u
 
-    def add_to_velocity(values, inputs, was_sent):
+    def add_to_velocity(values: tuple[Array, ...], inputs: tuple[Array, ...], was_sent: Array) -> tuple[Array, ...]:
         (v, u), (g,) = values, inputs
         return v, momentum * u + g
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket = state.bucket
         k = count_for_density(density, bucket.entries)
         width = min(10 * k if columns is None else columns, bucket.entries)
@@ -188,8 +189,8 @@ def _sketch(v: Array, hashes: Hashes, width: int) -> Array:
     rows, stretches = hashes.rotation.shape
     last = (stretches - 1) * width
 
-    def add(stretch, x, tables):
-        def add_to(table, row):
+    def add(stretch: ArrayLike, x: Array, tables: list[Array]) -> list[Array]:
+        def add_to(table: Array, row: int) -> Array:
             at = hashes.rotation[row, stretch]
             cells = lax.dynamic_slice(table, (at,), (width,)) + _signed(x, hashes.sign[row], stretch * width)
             return lax.dynamic_update_slice(table, cells, (at,))
@@ -209,8 +210,8 @@ def _estimate(table: Array, hashes: Hashes, size: int) -> Array:
     rows, width = table.shape
     doubled = [jnp.concatenate([row, row]) for row in table]
 
-    def estimate(stretch):
-        def one(row):
+    def estimate(stretch: ArrayLike) -> Array:
+        def one(row: int) -> Array:
             cells = lax.dynamic_slice(doubled[row], (hashes.rotation[row, stretch],), (width,))
             return _signed(cells, hashes.sign[row], stretch * width)
 
@@ -224,10 +225,11 @@ def _overwritten(x: Array, width: int, piece: Callable[[ArrayLike], Array]) -> A
     """x with each stretch i replaced by piece(i), float32[width]. A loop, so that XLA works in the buffer of x."""
     last = (len(x) - 1) // width * width
 
-    def write(stretch, x):
+    def write(stretch: Array, x: Array) -> Array:
         return lax.dynamic_update_slice(x, piece(stretch), (stretch * width,))
 
-    return lax.fori_loop(0, last // width, write, x).at[last:].set(piece(last // width)[: len(x) - last])
+    written: Array = lax.fori_loop(0, last // width, write, x)
+    return written.at[last:].set(piece(last // width)[: len(x) - last])
 
 
 def _median(xs: Sequence[Array]) -> Array:

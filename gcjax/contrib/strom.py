@@ -20,6 +20,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepInput,
     StepResult,
     add_gradient,
     capacities_for,
@@ -81,7 +82,7 @@ def strom_compress(
     def init(bucket: Bucket) -> SparseState:
         return SparseState.create(bucket, reset=_reset, transport=transport, sent_with=jnp.float32(threshold))
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket = state.bucket
         (r,) = state.take_in(add_gradient, step.gradient, go=step.go)
         slots = capacities_for(capacity, bucket.entries)

@@ -29,6 +29,7 @@ from gcjax.extend import (
     CodecState,
     Compressor,
     Groups,
+    StepInput,
     StepResult,
     bits_float,
     compress,
@@ -94,13 +95,13 @@ def terngrad_compress(
     return compress(compressor, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
+def _summed(clip: ArrayLike | None, key: Array) -> Compressor[CodecState]:
     """All workers use the largest scale of any, so that their codes can be added."""
 
     def init(bucket: Bucket) -> CodecState:
         return CodecState(jnp.zeros(1), jnp.int32(0), bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: CodecState) -> StepResult[CodecState]:
         bucket, groups, x = state.bucket, leaf_groups(state.bucket), state.bucket.join(step.gradient)
         limit = _largest_clipped(x, groups, clip)
         scale = step.comm.max(limit)
@@ -121,28 +122,28 @@ def _summed(clip: ArrayLike | None, key: Array) -> Compressor:
     return Compressor(init, update)
 
 
-def _gathered(clip: ArrayLike | None, key: Array, transport: str) -> Compressor:
+def _gathered(clip: ArrayLike | None, key: Array, transport: str) -> Compressor[CodecState]:
     """Every worker uses its own scale."""
 
-    def code(x, scale, draw):
+    def code(x: Array, scale: Array, draw: Array | float) -> Array:
         taken = draw * scale < jnp.abs(x)  # a clipped entry has at least the scale: always taken
         return jnp.where(taken, jnp.where(x < 0, jnp.uint32(3), 1), 0)
 
-    def encode(x, bucket, key):
+    def encode(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         return encoded(x, bucket, clip, uniform(key, bucket.positions()))
 
-    def encode_mean(x, bucket, key):
+    def encode_mean(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         del key
         return encoded(x, bucket, None, 0.5)  # to the nearest of the three
 
-    def encoded(x, bucket, clip, draw):
+    def encoded(x: Array, bucket: Bucket, clip: ArrayLike | None, draw: Array | float) -> tuple[Array, int]:
         groups = leaf_groups(bucket)
         scale = _largest_clipped(x, groups, clip)
         codes = code(x, groups.per_entry(scale), draw)
         payload = jnp.concatenate([float_bits(scale), pack_planes(codes, 2, bucket.words)])
         return payload, 2 * bucket.entries + 32 * len(groups)
 
-    def decode(payload, bucket):
+    def decode(payload: Array, bucket: Bucket) -> Array:
         groups = leaf_groups(bucket)
         code = unpack_planes(payload[len(groups) :], 2)
         scale = groups.per_entry(bits_float(payload[: len(groups)]))
@@ -175,7 +176,8 @@ def _unpack_fields(words: Array, field: int) -> Array:
     """The inverse of `_pack_fields`."""
     padded = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
     packed = padded.reshape(field, -1, LANES).swapaxes(0, 1)[:, None]
-    return (packed >> _shifts(field) & jnp.uint32(2**field - 1)).reshape(-1, WORD, LANES)
+    values: Array = packed >> _shifts(field) & jnp.uint32(2**field - 1)
+    return values.reshape(-1, WORD, LANES)
 
 
 def _shifts(field: int) -> Array:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from gcjax._kernels.buckets import split_vector
-from gcjax._types import AxisNames
+from gcjax._types import Array, AxisNames
 from gcjax._validation import check_choice, check_transport
 from gcjax.extend import (
+    Comm,
     Compressor,
     EmptyState,
+    StepInput,
     StepResult,
     add_decoded,
     compress,
@@ -60,14 +62,14 @@ def dense_compress(
     if name == "float32" and transport != "auto":
         raise ValueError(f"transport={transport!r} needs a dtype of 16 bits: float32 values are all-reduced")
 
-    def narrow(x):
+    def narrow(x: Array) -> Array:
         return jax.lax.bitcast_convert_type(x.astype(name), jnp.uint16)
 
-    def widen(bits):
+    def widen(bits: Array) -> Array:
         return jax.lax.bitcast_convert_type(bits, jnp.dtype(name)).astype(jnp.float32)
 
-    def mean_of_rounded(flat, comm, go):
-        def piece(workers):
+    def mean_of_rounded(flat: Array, comm: Comm, go: Array) -> tuple[Array, int]:
+        def piece(workers: int) -> int:
             return -(-flat.size // workers)
 
         if not goes_through_owners(transport, comm, piece):
@@ -80,7 +82,7 @@ def dense_compress(
         own = add_decoded(jnp.zeros(width), comm.all_to_all(narrow(rows)), widen)
         return widen(comm.gather(narrow(own))).reshape(-1)[: flat.size], flat.size + width
 
-    def update(step, state):
+    def update(step: StepInput, state: EmptyState) -> StepResult[EmptyState]:
         entries = state.bucket.entries
         if name == "float32":
             mean, bits = step.comm.mean(tuple(step.gradient)), 32 * entries

@@ -31,6 +31,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepInput,
     StepResult,
     capacities_for,
     check_transport,
@@ -98,7 +99,9 @@ def dgc_compress(
     return compress(method, axis_name=axis_name, inner_axis_name=inner_axis_name)
 
 
-def compressor(density: float, momentum: ArrayLike, warmup_steps: int, transport: str, dense_below: int) -> Compressor:
+def compressor(
+    density: float, momentum: ArrayLike, warmup_steps: int, transport: str, dense_below: int
+) -> Compressor[SparseState]:
     """The method, with leaves of fewer than `dense_below` entries sent whole."""
     density = static_share("density", density)
     check_number("momentum", momentum, 0.0, 1.0, low_included=True, high_included=False)
@@ -115,7 +118,7 @@ def compressor(density: float, momentum: ArrayLike, warmup_steps: int, transport
             bucket, reset=_reset, transport=transport, arrays=2, sent_with=jnp.asarray(is_small(bucket))
         )
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket, small = state.bucket, is_small(state.bucket)
         # v in a pass of its own, from the chosen u: XLA then computes both in the buffers of the old ones.
         _, u = state.take_in(add_to_velocity, step.gradient, go=step.go)
@@ -142,16 +145,16 @@ def compressor(density: float, momentum: ArrayLike, warmup_steps: int, transport
             )
         return StepResult(mean, state.after(exchanged, (v, u), step.go, sent_with=jnp.asarray(small)), report)
 
-    def count_at(step, entries):
+    def count_at(step: Array, entries: int) -> int | Array:
         counts = [count_for_density(share, entries) for share in densities]
         if len(counts) == 1:
             return counts[0]
         stage = jnp.minimum(step, warmup_steps) * (len(counts) - 1) // warmup_steps
         return jnp.asarray(counts, jnp.int32)[stage]
 
-    def add_to_velocity(values, inputs, was_sent):
+    def add_to_velocity(values: tuple[Array, ...], inputs: tuple[Array, ...], was_sent: Array) -> tuple[Array, ...]:
         (v, u), (g,) = values, inputs
-        return v, momentum * u + g
+        return v, u * momentum + g
 
     return Compressor(init, update)
 

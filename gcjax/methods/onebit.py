@@ -30,7 +30,18 @@ from jax import lax
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import WORD, count_bits
 from gcjax._types import Array, ArrayLike, AxisNames
-from gcjax.extend import Bucket, Comm, Compressor, Segment, StepResult, bits_float, compress, dense_report, float_bits
+from gcjax.extend import (
+    Bucket,
+    Comm,
+    Compressor,
+    Segment,
+    StepInput,
+    StepResult,
+    bits_float,
+    compress,
+    dense_report,
+    float_bits,
+)
 
 COLUMN = 512  # entries in a column of a leaf that is not a matrix: 1 + 64 / 512 bits per entry
 _UNROLLED = 16  # workers whose columns are added in one pass
@@ -90,7 +101,7 @@ def onebit_compress(
     def init(bucket: Bucket) -> OneBitState:
         return OneBitState(tuple(_blocks([jnp.zeros(s.shape) for s in bucket.segments], bucket)), bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: OneBitState) -> StepResult[OneBitState]:
         bucket = state.bucket
         matrices = _matrices(bucket, step.comm)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
@@ -197,7 +208,7 @@ class _Matrix:
 
     def is_owned(self) -> Array:
         """bool[workers * width], whether this worker owns the column."""
-        return np.arange(len(self.heights)) // self.width == self.comm.rank()
+        return self.comm.rank() == np.arange(len(self.heights)) // self.width
 
     def owned(self, x: ArrayLike, axis: int) -> Array:
         """The owned columns of x, which has all columns along `axis`."""
@@ -211,7 +222,7 @@ class _Matrix:
         if (workers := self.comm.size) == 1:
             return block
 
-        def add(worker, total):
+        def add(worker: Array, total: Array) -> Array:
             return total + self.decode(shares[worker])
 
         total = lax.fori_loop(0, workers, add, self.owned(block, self.axis), unroll=min(workers, _UNROLLED))
@@ -258,12 +269,13 @@ class _Matrix:
     def unshare(self, shares: Array) -> Array:
         """The inverse of `shares`. A loop, because XLA would repeat a transposition for every entry."""
 
-        def put(worker, code):
+        def put(worker: Array, code: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(code, shares[worker], worker * self.width, 1)
 
         workers, words, _ = shares.shape
-        code = zeros((words, len(self.heights)), jnp.uint32, shares)
-        return lax.fori_loop(0, workers, put, code, unroll=min(workers, _UNROLLED))
+        start = zeros((words, len(self.heights)), jnp.uint32, shares)
+        code: Array = lax.fori_loop(0, workers, put, start, unroll=min(workers, _UNROLLED))
+        return code
 
 
 def _code(words: Array, means: Array) -> Array:
@@ -273,12 +285,13 @@ def _code(words: Array, means: Array) -> Array:
 def _fold(x: Array) -> list[Array]:
     """float32[n, 32, columns] -> for each 32: mask word of the negative, sum of the others, sum of the negative."""
 
-    def merge(a, b):
+    def merge(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return a[0] | b[0], *_add(a[1:], b[1:])
 
     masks = jnp.where(x < 0, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)[:, None], jnp.uint32(0))
     start = (jnp.uint32(0), jnp.float32(0), jnp.float32(0))
-    return lax.reduce((masks, jnp.maximum(x, 0), jnp.minimum(x, 0)), start, merge, (1,))
+    folded: list[Array] = lax.reduce((masks, jnp.maximum(x, 0), jnp.minimum(x, 0)), start, merge, (1,))
+    return folded
 
 
 def _add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:

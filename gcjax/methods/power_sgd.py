@@ -26,7 +26,7 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, check_random_key
-from gcjax.extend import Bucket, Comm, Compressor, Mixing, StepResult, compress, dense_report
+from gcjax.extend import Bucket, Comm, Compressor, Mixing, StepInput, StepResult, compress, dense_report
 
 MIN_RATE = 2  # a matrix is compressed if this makes it smaller by at least this factor
 EPSILON = 1e-6  # a column of P counts as zero if its projection off the earlier ones has no more than this share
@@ -138,7 +138,7 @@ def power_sgd_compress(
             layout=layout,
         )
 
-    def update(step, state):
+    def update(step: StepInput, state: PowerSGDState) -> StepResult[PowerSGDState]:
         layout = state.layout
         taken, others = layout.take(step.gradient)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.

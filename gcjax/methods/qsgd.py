@@ -22,6 +22,7 @@ from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, check_random_key
 from gcjax.extend import (
+    Bucket,
     bits_float,
     block_groups,
     compress,
@@ -77,20 +78,20 @@ def qsgd_compress(
     check_random_key("key", key)
     levels = 2 ** (bits - 1) - 1
 
-    def code(share, draw):
+    def code(share: Array, draw: Array | float) -> Array:
         position = jnp.minimum(levels * jnp.abs(share), levels)  # rounding may make x / x larger than 1
         low = jnp.floor(position)
         level = low + (draw < position - low)
         return level.astype(jnp.uint32) | jnp.where(share < 0, jnp.uint32(levels + 1), 0)
 
-    def encode(x, bucket, key):
+    def encode(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         return encoded(x, bucket, uniform(key, bucket.positions()))
 
-    def encode_mean(x, bucket, key):
+    def encode_mean(x: Array, bucket: Bucket, key: Array) -> tuple[Array, int]:
         del key
         return encoded(x, bucket, 0.5)  # to the nearest level
 
-    def encoded(x, bucket, draw):
+    def encoded(x: Array, bucket: Bucket, draw: Array | float) -> tuple[Array, int]:
         blocks = block_groups(bucket, bucket_size)
         (scale,) = blocks.maxima(jnp.abs(x))
         unit = to_unit(scale)  # XLA multiplies by the inverse of the divisor, which would underflow for huge scales
@@ -98,7 +99,7 @@ def qsgd_compress(
         planes = pack_planes(code(share, draw), bits, bucket.words)
         return jnp.concatenate([float_bits(scale), planes]), 32 * len(blocks) + bits * bucket.entries
 
-    def decode(payload, bucket):
+    def decode(payload: Array, bucket: Bucket) -> Array:
         blocks = block_groups(bucket, bucket_size)
         scale = blocks.per_entry(bits_float(payload[: len(blocks)]))
         code = unpack_planes(payload[len(blocks) :], bits)

@@ -40,7 +40,7 @@ from gcjax._kernels.chunks import (
 from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
-from gcjax.extend import Bucket, Compressor, StepResult, bits_float, compress, dense_report, float_bits
+from gcjax.extend import Bucket, Compressor, StepInput, StepResult, bits_float, compress, dense_report, float_bits
 
 SIGMAS = 6  # standard deviations over which the bins lie
 LARGEST_CHUNK = 256
@@ -119,7 +119,7 @@ def sparse_loco_compress(
     def init(bucket: Bucket) -> SparseLocoState:
         return SparseLocoState(tuple(jnp.zeros(s.shape, jnp.float32) for s in bucket.segments), bucket)
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseLocoState) -> StepResult[SparseLocoState]:
         bucket = state.bucket
         message = _Message(bucket, chunk_groups(bucket, chunk), top_k, bits)
         # Entry by entry, because XLA would copy the state for a conditional around the whole step.
@@ -172,7 +172,7 @@ class _Message(NamedTuple):
         return (max((g.size for g in self.in_part), default=1) - 1).bit_length()
 
     def payload_bits(self) -> int:
-        tables = 32 * len(self.bucket.segments) * 2**self.bits
+        tables = 32 * len(self.bucket.segments) << self.bits
         return self.place_bits * self.place_count + self.bits * sum(self.counts) + tables
 
     def sent_entries(self) -> int:
@@ -226,10 +226,10 @@ def _mean(payloads: Array, message: _Message, average: str, go: Array) -> list[A
     """For each group the mean over all workers, or over those that sent an entry, float32[chunks * size]."""
     workers, sizes = len(payloads), [math.prod(g.shape) for g in message.groups]
 
-    def decode(payload):
+    def decode(payload: Array) -> Sent:
         return [(places, x / workers) for places, x in message.decode(payload)]
 
-    def decode_and_count(payload):
+    def decode_and_count(payload: Array) -> Sent:
         sent = decode(payload)
         return [*sent, *((places, jnp.ones_like(x)) for places, x in sent)]
 

@@ -15,9 +15,9 @@ layer. Zeros are not sent, so fewer than k entries may be. Ties go to the lowest
 import optax
 
 from gcjax._sparse.method import method_without_padding
-from gcjax._types import AxisNames
+from gcjax._types import Array, AxisNames
 from gcjax._validation import static_share
-from gcjax.extend import compress, count_for_density, top_k_mask
+from gcjax.extend import Bucket, compress, count_for_density, top_k_mask
 
 
 def top_k_compress(
@@ -57,10 +57,10 @@ def top_k_compress(
     """
     density = static_share("density", density)
 
-    def count(bucket):
+    def count(bucket: Bucket) -> int:
         return count_for_density(density, bucket.entries)
 
-    def select(a, step, bucket):
+    def select(a: Array, step: Array, bucket: Bucket) -> Array:
         del step
         return top_k_mask(a, count(bucket))
 

@@ -30,6 +30,7 @@ from gcjax.extend import (
     Compressor,
     Message,
     SparseState,
+    StepInput,
     StepResult,
     ValueCode,
     capacities_for,
@@ -116,7 +117,7 @@ def variance_compress(
         sent_with = jnp.float32(tau), jnp.zeros(len(bucket.segments), jnp.uint32)
         return SparseState.create(bucket, reset=reset, transport=transport, arrays=2, squares=(1,), sent_with=sent_with)
 
-    def update(step, state):
+    def update(step: StepInput, state: SparseState) -> StepResult[SparseState]:
         bucket = state.bucket
         squares = [g * g for g in step.gradient] if step.squares is None else step.squares
         r, v = state.take_in(accumulate, step.gradient, squares, go=step.go)
@@ -132,12 +133,12 @@ def variance_compress(
         selected, report = jnp.sum(count_bits(passed)), exchanged.report
         return StepResult(exchanged.mean, new, report._replace(selected=selected, underflow=selected - report.selected))
 
-    def accumulate(values, inputs, was_sent):
+    def accumulate(values: tuple[Array, ...], inputs: tuple[Array, ...], was_sent: Array) -> tuple[Array, ...]:
         (r, v), (gradient, squares) = values, inputs  # r <- 0, v <- 0 where the last step sent; elsewhere v <- zeta v:
-        v = decay * v if hybrid else jnp.where(was_sent, v, decay * v)
+        v = v * decay if hybrid else jnp.where(was_sent, v, v * decay)
         return r + gradient, jnp.minimum(v + squares, FLOAT_MAX)
 
-    def passes(r, v, criterion):
+    def passes(r: Array, v: Array, criterion: ArrayLike) -> Array:
         clear = r * r > jnp.minimum(criterion * v, FLOAT_MAX)  # FLOAT_MAX: an r whose square overflows must be sent
         return clear & (jnp.abs(r) > tau) if hybrid else clear
 

@@ -46,15 +46,77 @@ speedup: float = plan.best.speedup
 wrong: str = ratio  # the only error
 """
 
+METHODS = """
+# mypy: disallow-any-generics, disallow-untyped-calls, disallow-untyped-defs, warn-return-any
+import jax
+import gcjax.extend as gx
+
+Result = gx.StepResult[gx.EmptyState]
+report = gx.dense_report(1, payload_bits=32)
+
+
+def mean(step: gx.StepInput, state: gx.EmptyState) -> Result:
+    return gx.StepResult(step.comm.mean(step.gradient), state, report)
+
+
+def of_codec(step: gx.StepInput, state: gx.CodecState) -> gx.StepResult[gx.CodecState]:
+    return gx.StepResult(step.gradient, state, report)
+
+
+def encode(x: jax.Array, bucket: gx.Bucket, key: jax.Array) -> tuple[jax.Array, int]:
+    return gx.hash_bits(key, bucket.positions()), bucket.entries
+
+
+def decode(payload: jax.Array, bucket: gx.Bucket) -> jax.Array:
+    return gx.bits_float(payload)
+
+
+def tupled(step: gx.StepInput, state: gx.EmptyState) -> tuple[object, gx.EmptyState, gx.SendReport]:
+    return step.gradient, state, report
+
+
+def returns_a_tuple(step: gx.StepInput, state: gx.EmptyState) -> Result:
+    return step.gradient, state, report  # error: got "tuple[
+
+
+def returns_another_state(step: gx.StepInput, state: gx.CodecState) -> Result:
+    return gx.StepResult(step.gradient, state, report)  # error: incompatible type "CodecState"; expected "EmptyState"
+
+
+def forgets_the_report(step: gx.StepInput, state: gx.EmptyState) -> Result:
+    return gx.StepResult(step.gradient, state)  # error: Missing positional argument "report"
+
+
+gx.compress(gx.Compressor(gx.EmptyState, mean))
+gx.compress(gx.dense_codec(encode, decode, feedback=False, key=jax.random.key(0)))
+gx.compress(gx.leaf_codec(lambda x, key: x, lambda arrays, shape: arrays, feedback=False))
+gx.Compressor(gx.EmptyState, tupled)  # error: expected "Callable[[StepInput, EmptyState], StepResult[EmptyState]]"
+gx.Compressor(gx.EmptyState, of_codec)  # error: Cannot infer value of type parameter "S" of "Compressor"
+"""
+
+
+def mypy_errors(*paths):
+    command = [sys.executable, "-m", "mypy", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
+    assert done.returncode in (0, 1), done
+    return [line for line in done.stdout.splitlines() if "error:" in line]
+
 
 def test_the_package_and_user_code_type_check(tmp_path):
     path = tmp_path / "user_code.py"
     path.write_text(USER_CODE)
-    command = [sys.executable, "-m", "mypy", str(ROOT), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
-    errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert len(errors) == 1, done
-    assert 'expression has type "float", variable has type "str"' in errors[0]
+    (error,) = mypy_errors(ROOT, path)
+    assert 'expression has type "float", variable has type "str"' in error
+
+
+def test_a_wrong_result_of_a_method_does_not_type_check(tmp_path):
+    path = tmp_path / "methods.py"
+    path.write_text(METHODS)
+    lines = enumerate(METHODS.splitlines(), start=1)
+    wanted = [(number, line.split("# error: ")[1]) for number, line in lines if "# error: " in line]
+    for error, (number, text) in zip(mypy_errors(path), wanted, strict=True):
+        assert f"methods.py:{number}: error:" in error
+        assert text in error
 
 
 def public_functions(tree, inside=""):
