@@ -16,9 +16,10 @@ from tqdm import tqdm
 import gcjax
 from bench import machine, provenance
 from bench.network import jax_workers
+from gcjax._comm.link import EFFICIENCY
 from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, transfers_of
-from gcjax._planner.costs import Cost, CostStore
-from gcjax._planner.network import EFFICIENCY
+from gcjax._planner.costs import costs_of
+from gcjax._planner.measuring import DENSITY, standard_methods
 
 GOOD = 0.15
 BUFFERED = 2**20  # bytes: below this, the sockets' buffers take what is sent meanwhile
@@ -30,10 +31,12 @@ def main() -> None:
     args = options()
     record = json.loads(args.file.read_text())
     if args.decode_ns:
-        costs = dict.fromkeys(COST_OF.values(), Cost(0, 0, args.decode_ns * 1e-9))
+        costs = dict.fromkeys(COST_OF.values(), gcjax.Cost(0, 0, args.decode_ns * 1e-9))
     else:
-        costs = CostStore().known(
-            COST_OF.values(), lambda done, count, name: print(f"measuring {name}, {done + 1} of {count}")
+        standard = standard_methods(DENSITY)
+        costs = costs_of(
+            {name: standard[name] for name in COST_OF.values()},
+            lambda done, count, name: print(f"measuring {name}, {done + 1} of {count}"),
         )
     rows = [
         predicted(row, record, costs)
@@ -67,7 +70,7 @@ def find(rows: Iterable[dict], like: dict, *keys: str) -> dict | None:
     return next((row for row in rows if all(row[key] == like[key] for key in keys)), None)
 
 
-def predicted(row: dict, record: dict, costs: Mapping[str, Cost]) -> dict:
+def predicted(row: dict, record: dict, costs: Mapping[str, gcjax.Cost]) -> dict:
     """A row of the network's record with its predicted times and the error."""
     hosts, parameters = row["hosts"], row["parameters"]
     kind, make = jax_workers.ROWS[row["row"]]

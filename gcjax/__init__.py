@@ -1,6 +1,7 @@
 """gcjax: gradient compression for data-parallel training in JAX, as optax transforms."""
 
 from gcjax import contrib, extend, gossip, methods
+from gcjax._comm.link import Link
 from gcjax._core.check_training import check_training
 from gcjax._core.info import Info, info
 from gcjax._core.missing_squares import MissingSquaresWarning
@@ -13,7 +14,6 @@ from gcjax._jax_compat import UntestedJaxWarning
 from gcjax._moments import Moments, check_moments, explain_moments, value_and_moments
 from gcjax._planner.costs import measure_costs
 from gcjax._planner.measuring import Cost, Method
-from gcjax._planner.network import Link
 from gcjax._planner.plan import plan
 from gcjax._planner.prediction import Plan
 from gcjax._training.compressed_grad import compressed_value_and_grad

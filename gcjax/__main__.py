@@ -3,25 +3,24 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from types import ModuleType
+from typing import Any
 
 import jax
 
 import gcjax
-from gcjax._planner.network import as_count
 from gcjax._selfcheck import selfcheck
+from gcjax._units import as_count
 
 SHOWN = 6  # methods in the plot, beside the dense mean
 
 
-def main(arguments: Sequence[str] | None = None, measure_costs: Callable[..., object] = gcjax.measure_costs) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
       arguments: of the command line; None for those of this process.
-      measure_costs: what `--measure` calls, with a function that shows the progress.
 
     Returns:
       The exit status: 0; 1 if a law does not hold; 2 for bad arguments.
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, measure_costs: Callable[..., ob
     if args.command == "selfcheck":
         return _selfcheck(args.devices)
     try:
-        print(_predicted(args, measure_costs))
+        print(_predicted(args))
     except (ValueError, ImportError, OSError) as error:
         print(f"python -m gcjax plan: {error}", file=sys.stderr)
         return 2
@@ -73,30 +72,27 @@ def _selfcheck(devices: int | None) -> int:
         print(f"--devices must be at least 1, got {devices}", file=sys.stderr)
         return 2
     with contextlib.suppress(RuntimeError):  # called from a program in which JAX has started: as many as there are
-        jax.config.update("jax_num_cpu_devices", 8 if devices is None else devices)
-    if devices is not None and jax.device_count() != devices:
-        print(f"--devices {devices}: there are {jax.device_count()} {jax.default_backend()} devices", file=sys.stderr)
+        jax.config.update("jax_num_cpu_devices", devices or 8)
+    there = jax.device_count()
+    if devices is not None and there != devices:
+        print(f"--devices {devices}: there are {there} {jax.default_backend()} devices", file=sys.stderr)
         return 2
-    if jax.device_count() < 2:
+    if there < 2:
         print("one device only: nothing is exchanged, so there is nothing to check", file=sys.stderr)
         return 2
-    print(f"jax {jax.__version__}, gcjax {gcjax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}")
-    checks = []
-    for check in selfcheck(jax.make_mesh((jax.device_count(),), ("data",))):
+    print(f"jax {jax.__version__}, gcjax {gcjax.__version__}, {there} x {jax.devices()[0].device_kind}")
+    checked = failed = 0
+    for check in selfcheck(jax.make_mesh((there,), ("data",))):
         found = f" ({check.found})" if check.found else ""
         print(f"{'holds' if check.holds else 'FAILS'}  {check.method}: {check.law}{found}", flush=True)
-        checks.append(check)
-    failed = sum(not check.holds for check in checks)
-    print(
-        f"{len(checks)} laws checked, {failed} failed"
-        + ("; please report it, with all of this output" if failed else "")
-    )
+        checked, failed = checked + 1, failed + (not check.holds)
+    report = "; please report it, with all of this output" if failed else ""
+    print(f"{checked} laws checked, {failed} failed{report}")
     return int(failed > 0)
 
 
-def _predicted(args: argparse.Namespace, measure_costs: Callable[..., object]) -> gcjax.Plan:
-    if args.plot:
-        _pyplot()  # fail before anything takes time
+def _predicted(args: argparse.Namespace) -> gcjax.Plan:
+    figure = _figure() if args.plot else None  # fail before anything takes time
     setting = {
         "workers": as_count("--workers", args.workers),
         "link": args.link,
@@ -108,10 +104,11 @@ def _predicted(args: argparse.Namespace, measure_costs: Callable[..., object]) -
         "methods": args.methods,
     }
     if args.measure:
-        measure_costs(_show)
+        gcjax.measure_costs(_show)
     found = gcjax.plan(args.params, **setting, progress=_show)
-    if args.plot:
-        _draw(found, args.plot)
+    if figure:
+        _draw(found, figure)
+        figure.savefig(args.plot, dpi=120)
     return found
 
 
@@ -126,36 +123,29 @@ def _show(done: int, count: int, name: str) -> None:
     print(f"measuring {done + 1} of {count} on this device, once: {name}", file=sys.stderr)
 
 
-def _pyplot() -> ModuleType:
+def _figure() -> Any:
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    return Figure(figsize=(8, 5), layout="constrained")
 
 
-def _draw(found: gcjax.Plan, path: str) -> None:
+def _draw(found: gcjax.Plan, figure: Any) -> None:
     """Plot the seconds of a step against the speed of the link, up to a factor of 100 either way."""
-    pyplot = _pyplot()
-    setting = found.setting
+    axes, setting, dense = figure.subplots(), found.setting, found.dense
     here = setting.link.bits_per_second
     rates = [here * 10 ** (k / 10) for k in range(-20, 21)]
     steps = [{row.method: row.step for row in found.at(rate).rows} for rate in rates]
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for row in [found.dense, *[row for row in found.rows if row is not found.dense][:SHOWN]]:
-        style = {"color": "black", "linewidth": 2} if row is found.dense else {}
-        axes.loglog(
-            [rate / 1e9 for rate in rates], [at_rate[row.method] for at_rate in steps], label=row.method, **style
-        )
+    others = [row.method for row in found.rows if row is not dense]
+    for method in [dense.method, *others[:SHOWN]]:
+        style = {"color": "black", "linewidth": 2} if method == dense.method else {}
+        axes.loglog([rate / 1e9 for rate in rates], [at_rate[method] for at_rate in steps], label=method, **style)
     axes.axvline(here / 1e9, color="grey", linestyle=":")
     axes.axhline(setting.step_time, color="grey", linestyle="--", label="without exchange")
     axes.set(xlabel="link, Gbit/s", ylabel="predicted step, s")
     axes.set_title(f"{setting.parameters:,} parameters, {setting.workers:,} workers")
     axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

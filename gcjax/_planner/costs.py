@@ -1,6 +1,5 @@
 """The measured costs of methods, kept in a file."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -28,11 +27,33 @@ def measure_costs(progress: Progress | None = None, names: Iterable[str] | None 
     Returns:
       The costs by the method's name.
     """
-    return CostStore().measured(progress, names)
+    standard = standard_methods(DENSITY)
+    names = list(standard if names is None else names)
+    costs = {}
+    for done, name in enumerate(names):
+        if progress:
+            progress(done, len(names), name)
+        costs[name] = measure(standard[name])
+    tables = _read()
+    _write(tables | {device_name(): tables.get(device_name(), {}) | costs})
+    return costs
+
+
+def costs_of(methods: Mapping[str, Method], progress: Progress | None = None) -> dict[str, Cost]:
+    """The costs of these methods on this device.
+
+    Those of standard methods, by their names, are read from the file, or measured and kept there. Others are measured
+    and not kept.
+    """
+    standard = standard_methods(DENSITY)
+    kept = _read().get(device_name(), {})
+    if missing := [name for name in methods if name in standard and name not in kept]:
+        kept |= measure_costs(progress, missing)
+    return {name: kept[name] if name in standard else measure(method) for name, method in methods.items()}
 
 
 def cost_file() -> Path:
-    """Where costs are kept by default."""
+    """Where costs are kept, as JSON: device -> method -> the fields of its `Cost`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcjax" / "costs.json"
 
 
@@ -42,64 +63,24 @@ def device_name() -> str:
     return f"{jax.devices()[0].device_kind}, {cores} cores, jax {jax.__version__}, gcjax {__version__}"
 
 
-@dataclasses.dataclass(frozen=True)
-class CostStore:
-    """Costs of standard methods, kept in a file.
+def _read() -> dict[str, dict[str, Cost]]:
+    path = cost_file()
+    if not path.exists():
+        return {}
+    try:
+        return {
+            device: {name: Cost(*map(float, cost)) for name, cost in table.items()}
+            for device, table in json.loads(path.read_text()).items()
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a table of costs ({error}); delete it, and the costs will be measured again"
+        ) from error
 
-    Attributes:
-      path: the file, JSON: device -> method -> the fields of its `Cost`.
-      device: whose costs to read and write.
-      measure: from a method to its cost.
-    """
 
-    path: Path = dataclasses.field(default_factory=cost_file)
-    device: str = dataclasses.field(default_factory=device_name)
-    measure: Callable[[Method], Cost] = measure
-
-    def known(self, names: Iterable[str], progress: Progress | None = None) -> dict[str, Cost]:
-        """The costs of these methods. Those that the file lacks are measured and kept."""
-        names = list(names)
-        table = {name: Cost(*cost) for name, cost in self._read().get(self.device, {}).items()}
-        if missing := [name for name in names if name not in table]:
-            table |= self.measured(progress, missing)
-        return {name: table[name] for name in names}
-
-    def costs_of(self, methods: Mapping[str, Method], progress: Progress | None = None) -> dict[str, Cost]:
-        """The costs of these methods. Those that are not standard, by their names, are measured and not kept."""
-        standard = standard_methods(DENSITY)
-        costs = self.known([name for name in methods if name in standard], progress)
-        return costs | {name: self.measure(method) for name, method in methods.items() if name not in standard}
-
-    def measured(self, progress: Progress | None = None, names: Iterable[str] | None = None) -> dict[str, Cost]:
-        """Measure these methods, None for all, and keep their costs. See `measure_costs`."""
-        methods = standard_methods(DENSITY)
-        names = list(methods if names is None else names)
-        table = {}
-        for done, name in enumerate(names):
-            if progress:
-                progress(done, len(names), name)
-            table[name] = self.measure(methods[name])
-        tables = self._read()
-        tables[self.device] = tables.get(self.device, {}) | {name: list(cost) for name, cost in table.items()}
-        self._write(tables)
-        return table
-
-    def _read(self) -> dict[str, dict[str, list[float]]]:
-        if not self.path.exists():
-            return {}
-        try:
-            tables = json.loads(self.path.read_text())
-            for table in tables.values():
-                for cost in table.values():
-                    Cost(*map(float, cost))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{self.path} is not a table of costs ({error}); delete it, and the costs will be measured again"
-            ) from error
-        return tables
-
-    def _write(self, tables: dict[str, dict[str, list[float]]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(tables, indent=1) + "\n")
-        draft.replace(self.path)  # atomic, also with several processes
+def _write(tables: dict[str, dict[str, Cost]]) -> None:
+    path = cost_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(tables, indent=1) + "\n")
+    draft.replace(path)  # atomic, also with several processes

@@ -52,7 +52,7 @@ def standard_methods(density: float) -> dict[str, Method]:
         return lambda parameters: setting(Workload(density, parameters))
 
     return {
-        label: Method(maker(setting), sparse=row.sparse, squares=row.squares)
+        label: Method(maker(setting), row.sparse, row.squares)
         for row in METHODS.values()
         for label, setting in row.settings.items()
     }

@@ -1,8 +1,8 @@
 """The planner: what a training step takes with every method on a given network.
 
 **Source.** The cost model of Tsuzuku, Imachi, Akiba, "Variance-based Gradient Compression for Efficient Distributed
-Deep Learning" (arXiv 1802.06058), for rings, extended by latencies, by other algorithms (`network`), by two levels of
-network and by the cost of compressing and decoding.
+Deep Learning" (arXiv 1802.06058), for rings, extended by latencies, by other algorithms (`_comm/link.py`), by two
+levels of network and by the cost of compressing and decoding.
 """
 
 import math
@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
+from gcjax._comm.link import Link, as_link
 from gcjax._comm.simulated import model_of, transfers_of
-from gcjax._planner.costs import CostStore, Progress
+from gcjax._planner.costs import Progress, costs_of
 from gcjax._planner.measuring import Cost, Method, standard_methods
-from gcjax._planner.network import Link, Setting, as_count, as_link, as_seconds
-from gcjax._planner.prediction import DENSE, MEASURED_HOSTS, Candidate, Plan, predict
+from gcjax._planner.prediction import DENSE, MEASURED_HOSTS, Plan, Prediction, Setting, Update, ranked
 from gcjax._types import PyTree
+from gcjax._units import as_count, as_seconds
 from gcjax._validation import check_integer, check_number
 
 INNER_LATENCY = 5e-6
@@ -79,31 +80,33 @@ def plan(
     top_k 1/100 3.6
     """
     check_number("density", density, 0.0, 1.0)
+    _check_workers(workers, inner_workers, inner_link)
     params = _as_params(params_or_size)
-    setting = _as_setting(params, workers, link, step_time, latency, inner_workers, inner_link)
+    setting = Setting(
+        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        workers=workers,
+        link=as_link("link", link, as_seconds("latency", latency)),
+        step_time=as_seconds("step_time", step_time),
+        inner_workers=inner_workers,
+        inner_link=None if inner_link is None else as_link("inner_link", inner_link, INNER_LATENCY),
+    )
     chosen = _chosen(methods, standard_methods(density))
     if costs is None:
-        costs = CostStore().costs_of(chosen, progress)
+        costs = costs_of(chosen, progress)
     if missing := set(chosen) - set(costs):
         raise ValueError(f"costs has no entry for {', '.join(sorted(missing))}; it has {', '.join(sorted(costs))}")
-    candidates = []
+    updates = {}
     for name, method in chosen.items():
         transfers = transfers_of(method.make(setting.parameters), params, setting.hosts, method.squares)
         compute = Cost(*costs[name]).seconds(setting.parameters, transfers, setting.hosts)
-        shown = _with_density(name, density) if method.sparse else name
-        candidates.append(Candidate(shown, transfers, compute, method.squares))
-    return predict(candidates, setting)
+        updates[name] = Update(transfers, compute, method.squares)
+    return ranked(
+        Prediction(_with_density(name, density) if chosen[name].sparse else name, update, updates[DENSE], setting)
+        for name, update in updates.items()
+    )
 
 
-def _as_setting(
-    params: PyTree,
-    workers: int,
-    link: Link | str | float,
-    step_time: str | float,
-    latency: str | float,
-    inner_workers: int,
-    inner_link: Link | str | float | None,
-) -> Setting:
+def _check_workers(workers: int, inner_workers: int, inner_link: Link | str | float | None) -> None:
     check_integer("workers", workers, 1)
     check_integer("inner_workers", inner_workers, 1)
     if workers % inner_workers:
@@ -115,14 +118,6 @@ def _as_setting(
         )
     if (inner_workers > 1) != (inner_link is not None):
         raise ValueError(f"inner_workers and inner_link go together, got {inner_workers} and {inner_link!r}")
-    return Setting(
-        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-        workers=workers,
-        link=as_link("link", link, as_seconds("latency", latency)),
-        step_time=as_seconds("step_time", step_time),
-        inner_workers=inner_workers,
-        inner_link=None if inner_link is None else as_link("inner_link", inner_link, INNER_LATENCY),
-    )
 
 
 def _as_params(params_or_size: PyTree | str | float) -> PyTree:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from gcjax._comm.link import Link, as_link
 from gcjax._comm.simulated import Transfer, arriving_bytes, ring_bytes
-from gcjax._planner.network import Link, Setting, as_link, rate_text, seconds_text
+from gcjax._units import rate_text, seconds_text
 
 DENSE = "dense float32"
 WORTH_IT = 0.03  # a smaller saving is not worth a compressor
@@ -14,24 +15,60 @@ MUCH = 10e9  # bytes: a worker that gathers more may run out of memory
 _SLOWEST, _FASTEST = 1e3, 1e15  # bits per second, between which the break-even is searched
 
 
-class Candidate(NamedTuple):
-    """A method, as the model sees it.
+class Setting(NamedTuple):
+    """What a step is predicted for.
 
     Attributes:
-      method: its name.
-      transfers: what one update sends between the hosts.
-      compute: seconds of compressing and decoding.
-      squares: whether it takes `sum_grad_squared`.
+      parameters: number of parameters of the model.
+      workers: number of all workers.
+      link: of each host to the others.
+      step_time: seconds of a step without the exchange.
+      inner_workers: workers on each host.
+      inner_link: between the workers of a host; None for one worker.
     """
 
-    method: str
+    parameters: int
+    workers: int
+    link: Link
+    step_time: float
+    inner_workers: int
+    inner_link: Link | None
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.workers // self.inner_workers
+
+
+class Update(NamedTuple):
+    """An update of one method.
+
+    Attributes:
+      transfers: the collectives between the hosts, one after the other.
+      compute: seconds of compressing and decoding.
+      squares: whether the method takes `sum_grad_squared`.
+    """
+
     transfers: tuple[Transfer, ...]
     compute: float
     squares: bool
 
+    def wire_seconds(self, setting: Setting) -> float:
+        """Seconds of the exchange between the hosts, and within each host."""
+        hosts, inner = setting.hosts, setting.inner_workers
+        seconds = sum(setting.link.seconds(transfer, hosts) for transfer in self.transfers)
+        if setting.inner_link is None:
+            return seconds
+        # The dense mean of the gradient and of its squares; then each inner worker moves a part of the message.
+        inside = [Transfer("all_reduce", 4 * setting.parameters)] * (1 + self.squares)
+        if hosts > 1:
+            parts = [arriving_bytes(t, hosts) // inner for t in self.transfers if t.kind != "maximum"]
+            inside += [Transfer("all_gather", part) for part in parts]
+        return seconds + sum(setting.inner_link.seconds(transfer, inner) for transfer in inside)
+
     def step_seconds(self, setting: Setting) -> float:
         """Seconds of a whole step."""
-        return setting.step_seconds(self.transfers, self.squares, self.compute)
+        return setting.step_time + self.compute + self.wire_seconds(setting)
 
 
 class Prediction(NamedTuple):
@@ -39,35 +76,72 @@ class Prediction(NamedTuple):
 
     Attributes:
       method: its name.
-      transport: the collectives that carry its bytes.
-      wire_bytes: bytes that a host sends, and receives, over the link in a step.
-      arriving_bytes: bytes that every worker receives into its memory in a step.
-      compute: seconds of compressing and decoding.
-      wire: seconds of the exchange.
-      step: seconds of the whole step.
-      speedup: seconds of a dense float32 step / seconds of this one.
-      break_even: speed of the link, in bits per second, above which the dense step is faster. 0 if it always is, inf
-        if it never is.
-      transfers: the collectives of one update.
-      squares: whether the method takes `sum_grad_squared`.
+      update: its update.
+      dense: that of the dense float32 mean.
+      setting: what is predicted for.
     """
 
     method: str
-    transport: str
-    wire_bytes: float
-    arriving_bytes: int
-    compute: float
-    wire: float
-    step: float
-    speedup: float
-    break_even: float
-    transfers: tuple[Transfer, ...]
-    squares: bool
+    update: Update
+    dense: Update
+    setting: Setting
 
     @property
-    def gathers_much(self) -> bool:
-        """Whether a worker may run out of memory."""
-        return self.arriving_bytes > MUCH
+    def transport(self) -> str:
+        """The collectives that carry its bytes, without those that carry next to nothing."""
+        total = sum(transfer.bytes for transfer in self.update.transfers)
+        kinds = [transfer.kind for transfer in self.update.transfers if transfer.bytes > total / 1e3]
+        return " + ".join(dict.fromkeys(kinds)) if self.setting.hosts > 1 else "none"
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a host sends, and receives, over the link in a step."""
+        return sum(ring_bytes(transfer, self.setting.hosts) for transfer in self.update.transfers)
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes that every worker receives into its memory in a step."""
+        return sum(arriving_bytes(transfer, self.setting.hosts) for transfer in self.update.transfers)
+
+    @property
+    def compute(self) -> float:
+        """Seconds of compressing and decoding."""
+        return self.update.compute
+
+    @property
+    def wire(self) -> float:
+        """Seconds of the exchange."""
+        return self.update.wire_seconds(self.setting)
+
+    @property
+    def step(self) -> float:
+        """Seconds of the whole step."""
+        return self.update.step_seconds(self.setting)
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of a dense float32 step / seconds of this one."""
+        return self.dense.step_seconds(self.setting) / self.step
+
+    @property
+    def break_even(self) -> float:
+        """Speed of the link, in bits per second, above which the dense step is faster.
+
+        It is 0 if the dense step always is faster, inf if it never is. Found by bisection of the logarithm.
+        """
+        low, high = _SLOWEST, _FASTEST
+        if not self._pays(low):
+            return 0.0
+        if self._pays(high):
+            return math.inf
+        while high > 1.0001 * low:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self._pays(middle) else (low, middle)
+        return low
+
+    def _pays(self, bits_per_second: float) -> bool:
+        setting = self.setting._replace(link=self.setting.link._replace(bits_per_second=bits_per_second))
+        return self.update.step_seconds(setting) < self.dense.step_seconds(setting)
 
 
 class Plan(NamedTuple):
@@ -75,22 +149,33 @@ class Plan(NamedTuple):
 
     Attributes:
       rows: the prediction of each method, the fastest first.
-      dense: the prediction of the dense float32 mean.
-      best: the fastest other method.
-      half: seconds of a step with a plain float16 all-reduce, without gcjax.
       setting: what was predicted for.
     """
 
     rows: tuple[Prediction, ...]
-    dense: Prediction
-    best: Prediction
-    half: float
     setting: Setting
+
+    @property
+    def dense(self) -> Prediction:
+        """The prediction of the dense float32 mean."""
+        return next(row for row in self.rows if row.method == DENSE)
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest other method."""
+        return next((row for row in self.rows if row.method != DENSE), self.dense)
+
+    @property
+    def half(self) -> float:
+        """Seconds of a step with a plain float16 all-reduce, without gcjax."""
+        update = self.dense.update
+        halved = tuple(transfer._replace(bytes=transfer.bytes // 2) for transfer in update.transfers)
+        return update._replace(transfers=halved).step_seconds(self.setting)
 
     def at(self, link: Link | str | float) -> "Plan":
         """The same for another link between the hosts, such as "10Gbit" (with the same latency) or a `Link`."""
-        candidates = [Candidate(row.method, row.transfers, row.compute, row.squares) for row in self.rows]
-        return predict(candidates, self.setting._replace(link=as_link("link", link, self.setting.link.latency)))
+        setting = self.setting._replace(link=as_link("link", link, self.setting.link.latency))
+        return ranked([row._replace(setting=setting) for row in self.rows])
 
     @property
     def advice(self) -> str:
@@ -119,77 +204,29 @@ class Plan(NamedTuple):
             f"{rate_text(setting.link.bits_per_second)}, step without exchange {seconds_text(setting.step_time)}"
         )
         titles = ("method", "transport", "wire MB", "compute ms", "wire ms", "step ms", "speed-up", "pays below")
-        cells = [titles, *(_cells(row) for row in self.rows)]
+        cells = [titles, *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in cells
         ]
-        much = any(row.gathers_much for row in self.rows)
+        much = any(row.arriving_bytes > MUCH for row in self.rows)
         notes = [f"*: every worker gathers more than {MUCH / 1e9:.0f} GB."] if much else []
         if setting.hosts > MEASURED_HOSTS:
             notes.append(f"Extrapolated: predictions were compared with measurements of up to {MEASURED_HOSTS} hosts.")
         return "\n".join([head, "", *(line.rstrip() for line in lines), *notes, "", self.advice])
 
 
-def predict(candidates: Iterable[Candidate], setting: Setting) -> Plan:
-    """The plan for these methods. One of them must be `DENSE`."""
-    candidates = list(candidates)
-    base = next(candidate for candidate in candidates if candidate.method == DENSE)
-    rows = sorted((_prediction(candidate, base, setting) for candidate in candidates), key=lambda row: row.step)
-    dense = next(row for row in rows if row.method == DENSE)
-    best = next((row for row in rows if row is not dense), dense)
-    halved = tuple(t._replace(bytes=t.bytes // 2) for t in base.transfers)
-    half = base._replace(transfers=halved).step_seconds(setting)
-    return Plan(tuple(rows), dense, best, half, setting)
-
-
-def _prediction(candidate: Candidate, dense: Candidate, setting: Setting) -> Prediction:
-    step = candidate.step_seconds(setting)
-    return Prediction(
-        method=candidate.method,
-        transport=_transport(candidate.transfers, setting.hosts),
-        wire_bytes=sum(ring_bytes(transfer, setting.hosts) for transfer in candidate.transfers),
-        arriving_bytes=sum(arriving_bytes(transfer, setting.hosts) for transfer in candidate.transfers),
-        compute=candidate.compute,
-        wire=setting.exchange_seconds(candidate.transfers) + setting.inner_mean_seconds(candidate.squares),
-        step=step,
-        speedup=dense.step_seconds(setting) / step,
-        break_even=_break_even(candidate, dense, setting),
-        transfers=candidate.transfers,
-        squares=candidate.squares,
-    )
-
-
-def _break_even(candidate: Candidate, dense: Candidate, setting: Setting) -> float:
-    """Speed of the link at which the method and the dense mean take equally long, by bisection of its logarithm."""
-
-    def pays(bits_per_second: float) -> bool:
-        there = setting._replace(link=setting.link._replace(bits_per_second=bits_per_second))
-        return candidate.step_seconds(there) < dense.step_seconds(there)
-
-    if not pays(_SLOWEST):
-        return 0.0
-    if pays(_FASTEST):
-        return math.inf
-    low, high = _SLOWEST, _FASTEST
-    while high > 1.0001 * low:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
-
-
-def _transport(transfers: tuple[Transfer, ...], hosts: int) -> str:
-    """The collectives, without those that carry next to nothing."""
-    total = sum(transfer.bytes for transfer in transfers)
-    kinds = [transfer.kind for transfer in transfers if transfer.bytes > total / 1e3]
-    return " + ".join(dict.fromkeys(kinds)) if hosts > 1 else "none"
+def ranked(rows: Iterable[Prediction]) -> Plan:
+    """The plan of these predictions, all for one setting. One of them must be of `DENSE`."""
+    rows = sorted(rows, key=lambda row: row.step)
+    return Plan(tuple(rows), rows[0].setting)
 
 
 def _cells(row: Prediction) -> tuple[str, ...]:
     return (
         row.method,
-        row.transport + "*" * row.gathers_much,
+        row.transport + "*" * (row.arriving_bytes > MUCH),
         f"{row.wire_bytes / 1e6:,.3g}" if row.wire_bytes < 1e9 else f"{row.wire_bytes / 1e6:,.0f}",
         f"{1e3 * row.compute:,.1f}",
         f"{1e3 * row.wire:,.1f}",

@@ -132,7 +132,7 @@ def test_bad_values_raise(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"link": None}, "link must be such as .* got None"),
+        ({"link": None}, "link must be a speed such as .* got None"),
         ({"key": 0}, "key must be a key made by"),
         ({"params": np.zeros(3, int)}, r"params leaf .* must be floating point, got int32"),
     ],

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(gcjax.__file__).parent
 
 # A part imports only from parts before it. A part is a module of the package or a sub-package.
 ORDER = [
-    *("_version", "_types", "_jax_compat", "_xla", "_hlo", "_validation"),
+    *("_version", "_types", "_jax_compat", "_xla", "_hlo", "_validation", "_units"),
     *("_kernels", "_comm", "_core", "_sparse", "_dense", "extend", "methods", "contrib", "_table"),
     *("_moments", "_training", "_planner", "gossip", "_export"),
     *("__init__", "flax", "_selfcheck", "__main__"),  # these last three are imported by users only

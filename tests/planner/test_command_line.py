@@ -9,7 +9,8 @@ import pytest
 
 import gcjax
 from gcjax.__main__ import main
-from gcjax._planner.costs import CostStore, device_name
+from gcjax._planner import costs
+from gcjax._planner.costs import device_name
 from gcjax._planner.measuring import standard_methods
 
 STANDARD = standard_methods(0.01)
@@ -34,9 +35,9 @@ def test_command_prints_the_table_and_draws_the_plot(tmp_path):
 def test_command_measures_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
-    store = CostStore(measure=lambda method: measured.append(method) or gcjax.Cost(0.0, 1e-9, 0.0))
+    monkeypatch.setattr(costs, "measure", lambda method: measured.append(method) or gcjax.Cost(0.0, 1e-9, 0.0))
     hosts = ["--inner-workers=8", "--inner-link=300Gbit", "--latency=20us", "--density=0.002"]
-    assert main([*ARGUMENTS, *METHODS, *hosts, "--measure"], measure_costs=store.measured) == 0
+    assert main([*ARGUMENTS, *METHODS, *hosts, "--measure"]) == 0
     assert len(measured) == len(STANDARD)
     out, err = capsys.readouterr()
     assert "16 workers in 2 hosts of 8" in out
@@ -60,6 +61,6 @@ def test_command_needs_its_arguments(capsys):
 
 
 def test_missing_matplotlib_is_reported_first(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*ARGUMENTS, "--plot=plan.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -7,20 +7,28 @@ import pytest
 
 import gcjax
 from gcjax._comm.simulated import Transfer
-from gcjax._planner.costs import CostStore, device_name
+from gcjax._planner import costs
+from gcjax._planner.costs import cost_file, costs_of, device_name
 from gcjax._planner.measuring import fit, measure, standard_methods
 
 STANDARD = standard_methods(0.01)
 
 
 @pytest.fixture
-def counted(tmp_path):
-    """A store whose measurements are counted, not made."""
-    measured = []
-    store = CostStore(
-        tmp_path / "gcjax" / "costs.json", "cpu", lambda method: measured.append(method) or gcjax.Cost(0.0, 1e-9, 0.0)
-    )
-    return store, measured
+def measured(tmp_path, monkeypatch):
+    """The methods that were measured: counted instead, into a file of the test's own."""
+    found = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs, "measure", lambda method: found.append(method) or gcjax.Cost(0.0, 1e-9, 0.0))
+    return found
+
+
+def kept():
+    return json.loads(cost_file().read_text())
+
+
+def standard(*names):
+    return {name: STANDARD[name] for name in names}
 
 
 def test_fit_recovers_the_cost_of_exact_timings():
@@ -47,27 +55,24 @@ def test_every_public_method_has_a_cost():
     assert {name.split()[0] for name in STANDARD} == exported
 
 
-def test_costs_are_measured_once_and_kept(counted):
-    store, measured = counted
+def test_costs_are_measured_once_and_kept(measured):
     calls = []
-    store.known(["dense float32", "top_k"], lambda *call: calls.append(call))
+    costs_of(standard("dense float32", "top_k"), lambda *call: calls.append(call))
     assert calls == [(0, 2, "dense float32"), (1, 2, "top_k")]
-    assert set(store.known(["top_k"])) == {"top_k"}
+    assert costs_of(standard("top_k")) == {"top_k": gcjax.Cost(0.0, 1e-9, 0.0)}
     assert len(measured) == 2
-    store.known(["dense float32", "onebit"])
+    costs_of(standard("dense float32", "onebit"))
     assert len(measured) == 3
-    assert json.loads(store.path.read_text()) == {
-        "cpu": {name: [0, 1e-9, 0] for name in ("dense float32", "top_k", "onebit")}
-    }
-    assert set(store.measured()) == set(STANDARD)
+    assert kept() == {device_name(): {name: [0, 1e-9, 0] for name in ("dense float32", "top_k", "onebit")}}
+    assert set(gcjax.measure_costs()) == set(STANDARD)
 
 
-def test_costs_of_other_devices_are_not_used(counted):
-    store, measured = counted
-    store.known(["top_k"])
-    CostStore(store.path, "gpu", store.measure).known(["top_k"])
+def test_costs_of_other_devices_are_not_used(measured, monkeypatch):
+    costs_of(standard("top_k"))
+    monkeypatch.setattr(costs, "device_name", lambda: "gpu")
+    costs_of(standard("top_k"))
     assert len(measured) == 2
-    assert set(json.loads(store.path.read_text())) == {"cpu", "gpu"}
+    assert set(kept()) == {device_name(), "gpu"}
 
 
 def test_device_name_holds_the_versions():
@@ -75,37 +80,34 @@ def test_device_name_holds_the_versions():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"cpu": {"top_k": [1, 2]}}', '{"cpu": {"top_k": "fast"}}', "\x00"])
-def test_a_damaged_file_raises(counted, text):
-    store, _ = counted
-    store.path.parent.mkdir()
-    store.path.write_text(text)
+def test_a_damaged_file_raises(measured, text):
+    cost_file().parent.mkdir()
+    cost_file().write_text(text)
     with pytest.raises(ValueError, match=r"costs.json is not a table of costs .*; delete it"):
-        store.known(["top_k"])
+        costs_of(standard("top_k"))
 
 
-def test_costs_of_own_methods_are_not_kept(counted):
-    store, measured = counted
+def test_costs_of_own_methods_are_not_kept(measured):
     own = gcjax.Method(lambda parameters: gcjax.dense_compress())
     for _ in range(2):
-        assert set(store.costs_of({"mine": own, "top_k": STANDARD["top_k"]})) == {"mine", "top_k"}
+        assert set(costs_of({"mine": own} | standard("top_k"))) == {"mine", "top_k"}
     assert measured.count(own) == 2
     assert len(measured) == 3
-    assert set(json.loads(store.path.read_text())["cpu"]) == {"top_k"}
+    assert set(kept()[device_name()]) == {"top_k"}
 
 
-def test_plan_reads_the_kept_costs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    CostStore(measure=lambda method: gcjax.Cost(7.0, 0.0, 0.0)).known(["dense float32"])
-    assert gcjax.plan("1M", 4, "1Gbit", 0.3, methods=[]).dense.compute == 7.0
+def test_plan_reads_the_kept_costs(measured):
+    costs_of(standard("dense float32"))
+    assert gcjax.plan("1M", 4, "1Gbit", 0.3, methods=[]).dense.compute == 1e-9 * 1e6
+    assert len(measured) == 1
 
 
-def test_plan_passes_progress_on(tmp_path, monkeypatch):
+def test_plan_passes_progress_on(measured):
     class Stop(Exception):
         pass
 
     def stop(*call):
         raise Stop(call)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(Stop, match=r"\(0, 2, 'dense float32'\)"):
         gcjax.plan("1M", 4, "1Gbit", 0.3, methods=["top_k"], progress=stop)

@@ -9,9 +9,10 @@ import pytest
 from compact import compact_words
 
 import gcjax
+from gcjax._comm.link import as_link
 from gcjax._comm.simulated import Transfer
 from gcjax._planner.measuring import standard_methods
-from gcjax._planner.network import as_count, as_link, as_seconds, rate_text
+from gcjax._units import as_count, as_seconds, rate_text
 
 COSTS = {name: gcjax.Cost(1e-3, 1e-9, 1e-9) for name in standard_methods(0.01)}
 COSTS["dense float32"] = gcjax.Cost(1e-3, 1e-9, 0)
@@ -168,7 +169,7 @@ def test_own_methods_are_compared_with_dense():
     found = plan({"w": jnp.zeros((300, 200)), "b": jnp.zeros(200)}, methods=own, costs=COSTS | {"mine": (0, 0, 0)})
     assert {row.method for row in found.rows} == {"mine", "dense float32"}
     assert found.setting.parameters == 60_200
-    assert row_of(found, "mine").transfers[1:] == (
+    assert row_of(found, "mine").update.transfers[1:] == (
         Transfer("all_reduce", 4 * (3 * 300 + 200)),
         Transfer("all_reduce", 4 * 3 * 200),
     )
@@ -185,7 +186,7 @@ def test_own_methods_are_compared_with_dense():
         ({"step_time": "soon"}, r"step_time must be a time such as \"0.3s\".*'soon'"),
         ({"step_time": -1}, "step_time must be finite and at least 0"),
         ({"latency": "1 hour"}, "latency"),
-        ({"params": "many"}, r"params must be a number such as \"25.6M\".*'many'"),
+        ({"params": "many"}, r"params must be a whole number such as \"25.6M\".*'many'"),
         ({"params": 0}, "params must be finite and above 0"),
         ({"params": 10.5}, "params must be a whole number"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
@@ -205,7 +206,7 @@ def test_bad_arguments_raise(changed, says):
 
 
 def test_a_link_must_not_be_none():
-    with pytest.raises(TypeError, match="link must be such as"):
+    with pytest.raises(TypeError, match="link must be a speed such as"):
         plan(link=None)
 
 

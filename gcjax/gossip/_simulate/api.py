@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from gcjax._planner.network import Link, as_link
+from gcjax._comm.link import Link, as_link
 from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_flag, check_integer, check_number
 from gcjax.gossip._graphs import Graph, adjacency, is_undirected

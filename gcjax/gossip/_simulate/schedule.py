@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gcjax._comm.link import Link
 from gcjax._comm.simulated import Transfer, ring_bytes
 from gcjax._kernels.buckets import vector_bucket
-from gcjax._planner.network import Link
 from gcjax.gossip._graphs import Graph, adjacency, mixing_matrix
 from gcjax.gossip._matchings import rounds
 
