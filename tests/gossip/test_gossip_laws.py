@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gossip_workers import KEY, Workers, assert_same, dyadic, least_squares, trace_update
+from gossip_workers import KEY, Workers, dyadic, least_squares, trace_update
 from graph_cases import HYPERCUBE, edges
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
@@ -88,15 +88,6 @@ def test_models_have_the_same_bits_under_x64(name):
     usual = two_steps()
     with jax.enable_x64(True):
         jax.tree.map(np.testing.assert_array_equal, two_steps(), usual)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", EVERY_UPDATE)
-def test_mesh_of_one_worker_keeps_its_update(name):
-    run = Workers(EVERY_UPDATE[name]("data"), 1)
-    params, updates = dyadic(1), dyadic(1, 1)
-    assert_same(run.step(params, updates), {k: x + updates[k] for k, x in params.items()})
-    assert run.info().bits.tolist() == [0]
 
 
 def test_words_are_counted_beyond_32_bits():

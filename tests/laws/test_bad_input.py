@@ -84,25 +84,6 @@ def test_info_without_a_compressor_or_inside_jit_raises():
         jax.jit(gcjax.info)(tx.init(G))
 
 
-def test_bad_arguments_of_make_train_step_raise():
-    mesh = mesh_of(4)
-    tx = gcjax.variance_compress(axis_name="data")
-
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2) + params["b"]
-
-    with pytest.raises(ValueError, match=r"axis_name='model'.*\('data',\)"):
-        gcjax.make_train_step(loss, tx, mesh, axis_name="model")
-    with pytest.raises(ValueError, match="accumulate"):
-        gcjax.make_train_step(loss, tx, mesh, accumulate=0)
-    step = gcjax.make_train_step(loss, tx, mesh, accumulate=2)
-    with pytest.raises(TypeError, match=r"key must be a key made by jax.random.key"):
-        step.init(G, key=jnp.zeros(2, jnp.uint32))
-    state = step.init(G)
-    with pytest.raises(ValueError, match=r"shape \(12, 3\).*multiple of 8 = 4 workers \* accumulate=2"):
-        step(state, np.ones((12, 3), np.float32))
-
-
 def test_placing_state_on_a_mesh_without_its_axis_raises():
     tx = gcjax.variance_compress(axis_name="data")
     with pytest.raises(ValueError, match=r"\('rows',\).*\('data',\)"):
