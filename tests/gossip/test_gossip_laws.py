@@ -100,6 +100,13 @@ def test_words_are_counted_beyond_32_bits():
     assert info.bits_last.tolist() == [32 * 3_000_000_000]
 
 
+def compressed(compressor):
+    return gossip.local_sgd(3, compressor=compressor, axis_name="data").init(jnp.zeros(3))
+
+
+OTHER_AXES = r"axis_name=\('data',\), the compressor %s; give both the same"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -116,6 +123,11 @@ def test_words_are_counted_beyond_32_bits():
         (lambda: gossip.d_psgd("mesh"), ValueError, "graph must be one of"),
         (lambda: gossip.sgp(np.eye(3)), TypeError, "graph must be one of"),
         (lambda: gossip.local_sgd(0), ValueError, "local_steps must be at least 1, got 0"),
+        (lambda: gossip.local_sgd(3, outer=0.7), TypeError, r"outer must be an optax transform, such as .*, got 0.7"),
+        (lambda: compressed(optax.sgd(1.0)), TypeError, "compressor must be a transform of gcjax"),
+        (lambda: compressed(gcjax.top_k_compress), TypeError, "compressor must be an optax .* got <function top_k"),
+        (lambda: compressed(gcjax.top_k_compress(0.1)), ValueError, OTHER_AXES % "None"),
+        (lambda: compressed(gcjax.top_k_compress(0.1, axis_name="model")), ValueError, OTHER_AXES % r"\('model',\)"),
         (lambda: gossip.d_psgd().init(jnp.zeros(2, int)), TypeError, "dtype int32"),
         (lambda: gcjax.info(optax.sgd(1.0).init(jnp.zeros(2))), ValueError, "no state of a gcjax compressor or gossip"),
     ],

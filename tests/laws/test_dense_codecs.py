@@ -19,7 +19,6 @@ from gcjax._kernels.layout import layout_of
 KEY = jax.random.key(3)
 METHODS = {
     "qsgd": functools.partial(gcjax.qsgd_compress, key=KEY),
-    "qsgd, 1 bit": functools.partial(gcjax.qsgd_compress, 1, key=KEY),
     "natural": functools.partial(gcjax.contrib.natural_compress, key=KEY),
     "terngrad": functools.partial(gcjax.contrib.terngrad_compress, None, aggregate="gather", key=KEY),
     "ef_sign": gcjax.ef_sign_compress,
@@ -117,7 +116,7 @@ def test_one_worker_sends_nothing(make):
     np.testing.assert_array_equal(*updates)
 
 
-@cases("name", ["qsgd", "qsgd, 1 bit", "natural", "terngrad"], default=1)
+@cases("name", ["qsgd", "natural", "terngrad"], default=1)
 def test_the_mean_of_many_draws_is_the_mean_gradient(name):
     # 65 entries: the last piece has one less.
     g = np.random.default_rng(0).normal(size=(3, 65)).astype(np.float32)

@@ -18,7 +18,7 @@ import gcjax
 from gcjax._comm.collectives import SingleWorker, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
 from gcjax._sparse.capacities import capacities_for
-from gcjax._sparse.owners import owner_of, word_of
+from gcjax._sparse.owners import owner_of
 
 N = 1 << 14
 pytestmark = pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")  # only what is moved matters here
@@ -80,17 +80,6 @@ def test_one_worker_sends_nothing():
     update, state = jax.jit(tx.update)(g, tx.init(g))
     assert update["a"][-1] == 9
     assert gcjax.info(state).wire_bytes == 0
-
-
-@pytest.mark.parametrize("workers", [2, 3, 8, 48])
-def test_every_owner_gets_one_word_per_round(workers):
-    rounds = 64
-    word = np.asarray(word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
-    assert sorted(word.ravel()) == list(range(workers * rounds))
-    assert (np.sort(word, axis=0) == np.arange(workers)[:, None] + workers * np.arange(rounds)).all()
-    owner, turn = owner_of(word, workers)
-    np.testing.assert_array_equal(owner, np.broadcast_to(np.arange(workers)[:, None], word.shape))
-    np.testing.assert_array_equal(turn, np.broadcast_to(np.arange(rounds), word.shape))
 
 
 def test_busy_columns_are_spread_over_all_owners():

@@ -209,26 +209,6 @@ def test_parameters_that_are_not_finite_are_named():
         step(state, batch_of(0))
 
 
-@pytest.mark.full
-def test_bad_steps_that_are_not_in_a_row_do_not_raise():
-    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
-    state, skipped = step.init(PARAMS), []
-    for i in range(30):
-        state, metrics = step(state, batch_of(i, "x" if i % 3 else ""))
-        skipped.append(int(metrics.skipped))
-    assert skipped == [0, 1, 2] * 10
-    assert gcjax.info(state.opt_state).skipped == 20
-
-
-@pytest.mark.full
-def test_a_recovered_training_does_not_raise():
-    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
-    state = step.init(PARAMS)
-    for i in range(3 + 2 * STEPS_AHEAD):
-        state, metrics = step(state, batch_of(i, "x" if i < 3 else ""))
-    assert int(metrics.skipped) == 0
-
-
 def test_bad_steps_are_skipped_and_counted_inside_a_scan():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=2)
     batches = jax.tree.map(lambda *x: np.stack(x), *[batch_of(i, "x" if i in (1, 2, 3) else "") for i in range(6)])
