@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 import cifar10  # noqa: E402
 from common.options import make_compressor  # noqa: E402
 
-from bench import provenance, table  # noqa: E402
+from bench import table  # noqa: E402
 
 
 def options(monkeypatch, *arguments):
@@ -47,23 +47,6 @@ def test_example_accepts_every_row(size, monkeypatch):
         found.add(text)
     runs = sum(len(row.optimisers) for row in table.rows().values())
     assert len(found) == 2 * runs, "two rows are the same run"
-
-
-def test_only_missing_seeds_are_run(monkeypatch, tmp_path):
-    ran = []
-
-    def run(job, args, cores):
-        ran.append(job)
-        return record("dense", job.seed, 0.5)
-
-    monkeypatch.setattr(table, "run", run)
-    args = options(monkeypatch, "--data", "x", "--rows", "dense", "--optimisers", "adam", "--seeds", "3", "--jobs", "1")
-    store = provenance.provenance("table-small") | {
-        "runs": [record("dense", 1, 0.5) | provenance.origin("table-small")]
-    }
-    table.measure(args, store, tmp_path / "table-small.json")
-    assert ran == [("dense", "adam", 0), ("dense", "adam", 2)]
-    assert [record["seed"] for record in store["runs"]] == [1, 0, 2]
 
 
 def test_table_has_medians_ranges_and_diverged_runs():

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from rows import methods
+from rows import methods, usual
+from selection import cases
 
 import gcjax
 from gcjax._export import from_bytes, to_bytes
@@ -22,7 +23,7 @@ def nodes(tree):
         yield from nodes(child)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@cases("name", ROWS, default=lambda name: usual(ROWS[name]))
 def test_every_class_in_a_state_is_registered(name):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     state = gcjax.distribute(ROWS[name].make("data").init(PARAMS), mesh)

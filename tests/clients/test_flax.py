@@ -215,22 +215,6 @@ def test_placing_an_nnx_optimizer_as_a_pytree_raises():
     step.init(nnx.state(model, nnx.Param))  # parameters of NNX are fine
 
 
-def test_nnx_on_one_device():
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.chain(variance(axis_name=None), optax.adam(1e-2)), wrt=nnx.Param)
-
-    @nnx.jit
-    def train_step(model, optimizer, batch):
-        (loss, changed), moments = moments_of(model, batch)
-        nnx.update(model, changed)
-        optimizer.update(model, moments.grad, sum_grad_squared=moments.sum_grad_squared)
-        return loss
-
-    losses = [float(train_step(model, optimizer, batch)) for batch in batches(8)]
-    assert losses[-1] < 0.8 * losses[0]
-    assert gcjax.info(optimizer.opt_state).sent > 0
-
-
 class Dropped(nnx.Module):
     def __init__(self, rngs):
         self.linear, self.dropout = nnx.Linear(36, 64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)

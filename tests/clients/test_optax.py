@@ -125,19 +125,17 @@ TRANSFORMS = {
     "stateless": made("stateless", lambda updates, params: updates),
     "stateless_with_tree_map": made("stateless_with_tree_map", lambda update, param: update),
 }
-LINE_SEARCH = "missing 2 required keyword-only arguments: 'grad' and 'value_fn'"
-OBJECTIVE = "obj_fn must be provided"
-PER_SAMPLE = "expects `grads` to have a batch dimension"
-EXCEPTIONS = {  # what optax exports, and its complaint behind a compressor; README and docs/traps.md name them
-    "lbfgs": (made("lbfgs"), LINE_SEARCH),
-    "scale_by_backtracking_linesearch": (made("scale_by_backtracking_linesearch", 10), LINE_SEARCH),
-    "scale_by_zoom_linesearch": (made("scale_by_zoom_linesearch", 10), LINE_SEARCH),
-    "sophia": (made("sophia", 0.1), OBJECTIVE),
-    "hutchinson_estimator_diag_hessian": (made("hutchinson_estimator_diag_hessian"), OBJECTIVE),
-    "dpsgd": (made("dpsgd", 0.1, 1.0, 0.1, seed=0), PER_SAMPLE),
-    "differentially_private_aggregate": (made("differentially_private_aggregate", 1.0, 0.1, 0), PER_SAMPLE),
-    "monitor": (made("monitor", {"norm": has_norm}), "different numbers of pytree children"),
-}
+# What optax exports and cannot work behind a compressor, as docs/traps.md says: it asks for more than an update gets.
+EXCEPTIONS = [
+    "lbfgs",
+    "scale_by_backtracking_linesearch",
+    "scale_by_zoom_linesearch",
+    "sophia",
+    "hutchinson_estimator_diag_hessian",
+    "dpsgd",
+    "differentially_private_aggregate",
+    "monitor",
+]
 PAIRS = "lookahead"  # takes pairs of parameters: a test of its own below
 MEASUREMENT = "measure_with_ema"  # for `monitor`, returns no updates
 HERE = [name for name in TRANSFORMS if name == "sam" or of_optax(name)]
@@ -162,7 +160,7 @@ def makes_transforms(function):
 
 
 def test_every_transform_that_optax_exports_is_known():
-    new = set(exported()) - TRANSFORMS.keys() - EXCEPTIONS.keys() - {PAIRS, MEASUREMENT}
+    new = set(exported()) - TRANSFORMS.keys() - {*EXCEPTIONS, PAIRS, MEASUREMENT}
     assert not new, (
         f"optax {optax.__version__} exports {sorted(new)}: add each to TRANSFORMS, or to EXCEPTIONS, the README and "
         "docs/traps.md if it cannot work behind a compressor"
@@ -174,7 +172,7 @@ def test_the_pages_name_exactly_the_exceptions():
     text = (DOCS / "traps.md").read_text().partition("## Which transforms of optax do not work")[2]
     rows = re.findall(r"^\| (.*?`.*?) \|", text.partition("\n## ")[0], re.MULTILINE)
     named = re.findall(r"`optax\.(?:contrib\.)?(\w+)", " ".join(rows))
-    assert sorted(named) == sorted(EXCEPTIONS.keys() | {PAIRS})
+    assert sorted(named) == sorted([*EXCEPTIONS, PAIRS])
     readme = " ".join((DOCS.parent / "README.md").read_text().split())
     number = {5: "five"}[len(rows)]
     assert f"All transforms of optax behind the compressor, except [{number}](docs/traps.md)" in readme
@@ -202,15 +200,6 @@ def test_every_transform_takes_the_compressed_gradient(name, dtype):
         assert all(jax.tree.leaves(same)), same
 
 
-@pytest.mark.parametrize("name", [name for name in EXCEPTIONS if of_optax(name)])
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-def test_the_exceptions_fail_behind_a_compressor(name):
-    make, message = EXCEPTIONS[name]
-    run, state = step_of(optax.chain(COMPRESSOR, make()))(PARAMS)
-    with pytest.raises((TypeError, ValueError), match=message):
-        jax.eval_shape(run, PARAMS, state, batch_of())
-
-
 CHAINS = {
     "MultiSteps behind": lambda c: optax.chain(c, optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "inject_hyperparams around": lambda c: optax.inject_hyperparams(lambda rate: optax.chain(c, optax.adam(rate)))(0.1),
@@ -219,12 +208,10 @@ CHAINS = {
         optax.adam(0.1),
     ),
     "schedule_free around": lambda c: contrib.schedule_free(optax.chain(c, optax.sgd(0.5)), 0.5),
-    "muon": lambda c: optax.chain(c, contrib.muon(0.1)),
-    "reduce_on_plateau": lambda c: optax.chain(c, optax.adam(0.1), contrib.reduce_on_plateau()),
 }
 
 
-RARE = ("inject_hyperparams around", "schedule_free around", "muon", "reduce_on_plateau")
+RARE = ("inject_hyperparams around", "schedule_free around")
 
 
 @cases("name", CHAINS, default=lambda name: name not in RARE)
@@ -245,24 +232,17 @@ def test_lookahead_around_the_compressor_trains():
     assert float(loss_fn(params.slow, batch_of())) < losses[0]
 
 
-SQUARES = ("sum_grad_squared",)
-
-
 @pytest.mark.parametrize(
-    ("tx", "extras", "error", "message"),
+    ("tx", "wrapper"),
     [
-        (optax.flatten(COMPRESSOR), SQUARES, ValueError, r"Inside optax\.flatten: put the compressor before it"),
-        (optax.apply_if_finite(COMPRESSOR, 3), SQUARES, TypeError, "cond branches must have equal output types"),
-        (optax.MultiSteps(COMPRESSOR, 2).gradient_transformation(), SQUARES, ValueError, "Inside optax.MultiSteps"),
-        (optax.chain(COMPRESSOR, SAM), SQUARES, TypeError, "unexpected keyword argument 'sum_grad_squared'"),
-        (contrib.sam(COMPRESSOR, optax.sgd(0.05)), (), ValueError, "could not infer replication"),
+        (optax.flatten(COMPRESSOR), "flatten: put the compressor before it"),
+        (optax.MultiSteps(COMPRESSOR, 2).gradient_transformation(), "MultiSteps"),
     ],
-    ids=["flatten around", "apply_if_finite around", "MultiSteps around", "sam behind, with squares", "sam around"],
+    ids=["flatten", "MultiSteps"],
 )
-@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
-def test_what_cannot_work_raises(tx, extras, error, message):
-    run, state = step_of(tx, extras)(PARAMS)
-    with pytest.raises(error, match=message):
+def test_a_wrapper_around_the_compressor_that_cannot_work_is_named(tx, wrapper):
+    run, state = step_of(tx, ("sum_grad_squared",))(PARAMS)
+    with pytest.raises(ValueError, match=rf"Inside optax\.{wrapper}"):
         jax.eval_shape(run, PARAMS, state, batch_of())
 
 
@@ -279,16 +259,12 @@ OUTSIDE = {
     "MultiSteps": (optax.MultiSteps(optax.adam(0.1), 2), None),
     "lbfgs": (optax.lbfgs(), of_line_search),
     "sophia": (contrib.sophia(0.1), of_objective),
-    "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), None),
-    "flatten": (optax.flatten(optax.adam(0.1)), None),
-    "clip": (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(2.0)), None),
 }
 if of_optax("monitor"):
     OUTSIDE["monitor"] = (optax.chain(optax.monitor({"norm": has_norm}), optax.adam(0.1)), None)
-RARE_OUTSIDE = ("apply_if_finite", "flatten", "clip")
 
 
-@cases("name", OUTSIDE, default=lambda name: name not in RARE_OUTSIDE)
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_optimizers_outside_of_the_compression_train(name):
     optimizer, extras = OUTSIDE[name]
     value_and_grad = gcjax.compressed_value_and_grad(loss_fn, COMPRESSOR, mesh_of(WORKERS))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gossip_workers import KEY, Workers, assert_same, dyadic, least_squares, trace_update
+from gossip_workers import KEY, Workers, dyadic, least_squares, trace_update
 from graph_cases import HYPERCUBE, edges
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
@@ -90,15 +90,6 @@ def test_models_have_the_same_bits_under_x64(name):
         jax.tree.map(np.testing.assert_array_equal, two_steps(), usual)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", EVERY_UPDATE)
-def test_mesh_of_one_worker_keeps_its_update(name):
-    run = Workers(EVERY_UPDATE[name]("data"), 1)
-    params, updates = dyadic(1), dyadic(1, 1)
-    assert_same(run.step(params, updates), {k: x + updates[k] for k, x in params.items()})
-    assert run.info().bits.tolist() == [0]
-
-
 def test_words_are_counted_beyond_32_bits():
     state = gossip.d_psgd().init(jnp.zeros(2))
     traffic = state.traffic.unpack()
@@ -107,6 +98,13 @@ def test_words_are_counted_beyond_32_bits():
     info = gcjax.info(state._replace(traffic=PerWorker.pack(traffic, ())))
     assert info.bits.tolist() == [32 * 9_000_000_000]
     assert info.bits_last.tolist() == [32 * 3_000_000_000]
+
+
+def compressed(compressor):
+    return gossip.local_sgd(3, compressor=compressor, axis_name="data").init(jnp.zeros(3))
+
+
+OTHER_AXES = r"axis_name=\('data',\), the compressor %s; give both the same"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +123,11 @@ def test_words_are_counted_beyond_32_bits():
         (lambda: gossip.d_psgd("mesh"), ValueError, "graph must be one of"),
         (lambda: gossip.sgp(np.eye(3)), TypeError, "graph must be one of"),
         (lambda: gossip.local_sgd(0), ValueError, "local_steps must be at least 1, got 0"),
+        (lambda: gossip.local_sgd(3, outer=0.7), TypeError, r"outer must be an optax transform, such as .*, got 0.7"),
+        (lambda: compressed(optax.sgd(1.0)), TypeError, "compressor must be a transform of gcjax"),
+        (lambda: compressed(gcjax.top_k_compress), TypeError, "compressor must be an optax .* got <function top_k"),
+        (lambda: compressed(gcjax.top_k_compress(0.1)), ValueError, OTHER_AXES % "None"),
+        (lambda: compressed(gcjax.top_k_compress(0.1, axis_name="model")), ValueError, OTHER_AXES % r"\('model',\)"),
         (lambda: gossip.d_psgd().init(jnp.zeros(2, int)), TypeError, "dtype int32"),
         (lambda: gcjax.info(optax.sgd(1.0).init(jnp.zeros(2))), ValueError, "no state of a gcjax compressor or gossip"),
     ],

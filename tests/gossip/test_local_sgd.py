@@ -201,29 +201,6 @@ def test_recipes_train_and_workers_end_together(recipe):
     assert float(loss_fn(gossip.mean_params(state.params), batch)) < 1.1 * best
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"compressor": optax.sgd(1.0)}, TypeError, "compressor must be a transform of gcjax"),
-        ({"compressor": gcjax.top_k_compress}, TypeError, "compressor must be an optax .* got <function top_k"),
-        ({"outer": 0.7}, TypeError, r"outer must be an optax transform, such as .*, got 0.7"),
-        (
-            {"compressor": gcjax.top_k_compress(0.1), "axis_name": "data"},
-            ValueError,
-            r"axis_name=\('data',\), the compressor None; give both the same",
-        ),
-        (
-            {"compressor": gcjax.top_k_compress(0.1, axis_name="model"), "axis_name": "data"},
-            ValueError,
-            r"axis_name=\('data',\), the compressor \('model',\); give both the same",
-        ),
-    ],
-)
-def test_bad_options_raise(options, error, message):
-    with pytest.raises(error, match=message):
-        gossip.local_sgd(3, **options).init({"a": jnp.zeros(3), "b": jnp.zeros(4)})
-
-
 def test_a_compressor_over_a_part_of_the_axes_raises():
     mesh, compressor = jax.make_mesh((2, 2), ("x", "y")), gcjax.top_k_compress(0.5, axis_name="x")
     tx = gossip.local_sgd(1, compressor=compressor, axis_name=("x", "y"))

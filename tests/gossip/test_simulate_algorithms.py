@@ -13,7 +13,6 @@ from simulated_nodes import (
     MOMENTUM,
     NODES,
     RATE,
-    SAMPLES,
     SIZE,
     STEPS,
     Loops,
@@ -101,19 +100,6 @@ def test_meetings_do_what_loops_do(blocking):
     trained = plan if blocking else plan[0]
     np.testing.assert_array_equal(state.done, STEPS * np.bincount(trained.ravel(), minlength=NODES))
     np.testing.assert_allclose(state.opt_state[0].trace, loops.speed, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_meetings_keep_the_mean_of_all_models(blocking):
-    rng, plan = np.random.default_rng(0), meetings(12, 3)
-    start = (rng.integers(-99, 99, (NODES, SIZE)) * 2.0**20).astype(np.float32)  # room for 20 exact halvings
-    still = np.zeros((NODES, SAMPLES, SIZE), np.float32), np.zeros((NODES, SAMPLES), np.float32)  # no gradient
-    units = Units("swarm", start, blocking)
-    for e in range(12):
-        state = units.run(still, plan, e)
-        total = np.asarray(state.models, np.float64)[-NODES:].sum(0)
-        np.testing.assert_array_equal(total, start.astype(np.float64).sum(0))
-    assert not np.allclose(state.models[-NODES:], start, atol=0.1)
 
 
 def test_blocking_pairs_do_what_the_transform_does():

@@ -18,39 +18,68 @@ import gcjax
 G = {"w": jnp.ones(3), "b": jnp.ones(())}
 
 
-def test_an_unbound_axis_raises_with_the_cure():
-    tx = gcjax.variance_compress(axis_name="data")
-    with pytest.raises(ValueError, match=r"'data'.*not bound.*make_train_step"):
-        tx.update(G, tx.init(G))
+VARIANCE = gcjax.variance_compress()
+OF_AN_AXIS = gcjax.variance_compress(axis_name="data")
 
 
-@pytest.mark.parametrize("name", ["params", "sum_grad_squared"])
-def test_another_structure_or_shape_raises(name):
-    tx = gcjax.variance_compress()
-    state = tx.init(G)
-    with pytest.raises(ValueError, match=f"{name} has the structure"):
-        tx.update(G, state, **{name: {"w": jnp.ones(3)}})
-    with pytest.raises(ValueError, match=rf"{name} leaf \['w'\] has shape \(4,\), the gradient \(3,\)"):
-        tx.update(G, state, **{name: {"w": jnp.ones(4), "b": jnp.ones(())}})
+def update(tx=VARIANCE, state=None, **more):
+    return tx.update(G, tx.init(G) if state is None else state, **more)
 
 
-def test_a_negative_square_raises_where_its_value_is_known():
-    tx = gcjax.variance_compress()
-    with pytest.raises(ValueError, match=r"\['w'\] has a negative entry \(-2"):
-        tx.update(G, tx.init(G), sum_grad_squared={"w": jnp.array([1.0, -2.0, 0.0]), "b": jnp.ones(())})
+def placed(workers, **more):
+    return gcjax.distribute(OF_AN_AXIS.init(G), mesh_of(workers, **more))
 
 
-def test_state_of_another_tree_raises():
-    tx = gcjax.variance_compress()
-    with pytest.raises(ValueError, match="initialised for other leaves"):
-        tx.update(G, tx.init({"w": jnp.ones(5)}))
+OTHER_SHAPE = r"leaf \['w'\] has shape \(4,\), the gradient \(3,\)"
+WRONG = {  # the call, its error, and the message
+    "unbound axis": (lambda: update(OF_AN_AXIS), ValueError, r"'data'.*not bound.*make_train_step"),
+    "params of another structure": (lambda: update(params={"w": jnp.ones(3)}), ValueError, "params has the structure"),
+    "squares of another structure": (
+        lambda: update(sum_grad_squared={"w": jnp.ones(3)}),
+        ValueError,
+        "sum_grad_squared has the structure",
+    ),
+    "params of another shape": (lambda: update(params=G | {"w": jnp.ones(4)}), ValueError, f"params {OTHER_SHAPE}"),
+    "squares of another shape": (
+        lambda: update(sum_grad_squared=G | {"w": jnp.ones(4)}),
+        ValueError,
+        f"sum_grad_squared {OTHER_SHAPE}",
+    ),
+    "a negative square": (
+        lambda: update(sum_grad_squared=G | {"w": jnp.array([1.0, -2.0, 0.0])}),
+        ValueError,
+        r"\['w'\] has a negative entry \(-2",
+    ),
+    "state of another tree": (
+        lambda: update(state=VARIANCE.init({"w": jnp.ones(5)})),
+        ValueError,
+        "initialised for other leaves",
+    ),
+    "state of all workers": (
+        lambda: update(OF_AN_AXIS, placed(2)),
+        ValueError,
+        "state of 2 workers at once.*state_specs",
+    ),
+    "mesh without the axis": (lambda: placed(2, axis="rows"), ValueError, r"\('rows',\).*\('data',\)"),
+    "state that is placed already": (
+        lambda: gcjax.distribute(placed(4), mesh_of(4)),
+        ValueError,
+        r"the state has 4 workers already\. Give distribute that of one worker",
+    ),
+    "info of an optimiser": (
+        lambda: gcjax.info(optax.adam(1e-3).init(G)),
+        ValueError,
+        "no state of a gcjax compressor",
+    ),
+    "info inside jit": (lambda: jax.jit(gcjax.info)(VARIANCE.init(G)), TypeError, r"cannot run inside jax\.jit"),
+}
 
 
-def test_state_of_all_workers_at_once_raises():
-    tx = gcjax.variance_compress(axis_name="data")
-    state = gcjax.distribute(tx.init(G), mesh_of(2))
-    with pytest.raises(ValueError, match=r"state of 2 workers at once.*state_specs"):
-        tx.update(G, state)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_raises_with_the_cure(case):
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
@@ -74,39 +103,6 @@ def test_a_reduced_gradient_raises_with_the_cure():
         step(jax.grad)(G, state, x)
     updates, _ = step(lambda loss: gcjax.local_gradients(jax.grad(loss), "data"))(G, state, x)
     assert jax.tree.structure(updates) == jax.tree.structure(G)
-
-
-def test_info_without_a_compressor_or_inside_jit_raises():
-    with pytest.raises(ValueError, match="no state of a gcjax compressor"):
-        gcjax.info(optax.adam(1e-3).init(G))
-    tx = gcjax.variance_compress()
-    with pytest.raises(TypeError, match=r"cannot run inside jax\.jit"):
-        jax.jit(gcjax.info)(tx.init(G))
-
-
-def test_bad_arguments_of_make_train_step_raise():
-    mesh = mesh_of(4)
-    tx = gcjax.variance_compress(axis_name="data")
-
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2) + params["b"]
-
-    with pytest.raises(ValueError, match=r"axis_name='model'.*\('data',\)"):
-        gcjax.make_train_step(loss, tx, mesh, axis_name="model")
-    with pytest.raises(ValueError, match="accumulate"):
-        gcjax.make_train_step(loss, tx, mesh, accumulate=0)
-    step = gcjax.make_train_step(loss, tx, mesh, accumulate=2)
-    with pytest.raises(TypeError, match=r"key must be a key made by jax.random.key"):
-        step.init(G, key=jnp.zeros(2, jnp.uint32))
-    state = step.init(G)
-    with pytest.raises(ValueError, match=r"shape \(12, 3\).*multiple of 8 = 4 workers \* accumulate=2"):
-        step(state, np.ones((12, 3), np.float32))
-
-
-def test_placing_state_on_a_mesh_without_its_axis_raises():
-    tx = gcjax.variance_compress(axis_name="data")
-    with pytest.raises(ValueError, match=r"\('rows',\).*\('data',\)"):
-        gcjax.distribute(tx.init(G), mesh_of(2, axis="rows"))
 
 
 @pytest.mark.parametrize(
@@ -184,12 +180,6 @@ def test_the_checksum_of_the_options_is_the_same_in_every_process():
     }
     (checksums,) = seen
     assert len(set(checksums.split())) == 4
-
-
-def test_a_state_is_placed_once():
-    state = gcjax.distribute(gcjax.top_k_compress(0.5, axis_name="data").init(G), mesh_of(4))
-    with pytest.raises(ValueError, match=r"the state has 4 workers already\. Give distribute that of one worker"):
-        gcjax.distribute(state, mesh_of(4))
 
 
 def test_a_state_serves_both_wires():

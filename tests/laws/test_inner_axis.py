@@ -55,46 +55,28 @@ NAMES = ("mesh_name", "row_name")
 
 
 class Nested:
-    """Steps of a row's transform on a mesh with slow and fast axes, one gradient for each of the eight devices."""
+    """A row's transform on a mesh with slow and fast axes, one gradient for each of the eight devices."""
 
-    def __init__(self, mesh_name, row, check_vma=True):
-        shape, axes, slow, fast = MESHES[mesh_name]
+    def __init__(self, mesh_name, row_name, mode="shard_map"):
+        shape, axes, self.slow, self.fast = MESHES[mesh_name]
         self.mesh = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes))
-        self.slow, self.fast = slow, fast
-        self.workers = int(np.prod([self.mesh.shape[axis] for axis in slow]))
+        self.workers = int(np.prod([self.mesh.shape[axis] for axis in self.slow]))
         self.stripes = 8 // self.workers
-        self.tx = row.make(slow, inner_axis_name=fast)
-        self.start = gcjax.distribute(self.tx.init(PARAMS), self.mesh)
-        everyone = P(slow + fast)  # workers of one host side by side, as in `inner_means`
-        specs = gcjax.state_specs(self.start)
-        run = jax.shard_map(
-            self._local,
-            mesh=self.mesh,
-            in_specs=(specs, everyone, everyone),
-            out_specs=((everyone, P()), specs),
-            check_vma=check_vma,
-        )
-        self.step = jax.jit(run).lower(self.start, *steps_of(8)[0]).compile()
-
-    def _local(self, state, gradients, squares):
-        gradients, squares = jax.tree.map(lambda x: x[0], (gradients, squares))
-        updates, state = self.tx.update(gradients, state, sum_grad_squared=squares)
-        return (jax.tree.map(lambda x: x[None], updates), updates), state
+        tx = ROWS[row_name].make(self.slow, inner_axis_name=self.fast)
+        # Workers of one host lie side by side, as in `inner_means`.
+        self.runner = Runner(tx, PARAMS, mode=mode, mesh=self.mesh, axes=self.slow + self.fast)
 
     def run(self, steps):
         """Every step's updates (workers, ...), the same typed as equal, infos; the last state."""
-        state, everywhere, once, infos = self.start, [], [], []
+        runner, everywhere, once, infos = self.runner.restart(), [], [], []
         for gradients, squares in steps:
-            (each, one), state = jax.block_until_ready(self.step(state, gradients, squares))
-            everywhere.append(jax.tree.map(np.asarray, each))
-            once.append(jax.tree.map(np.asarray, one))
-            infos.append(gcjax.info(state))
-        return everywhere, once, infos, state
+            everywhere.append(runner.step(gradients, squares))
+            once.append(jax.tree.map(np.asarray, runner.replicated))
+            infos.append(gcjax.info(runner.state))
+        return everywhere, once, infos, runner.state
 
 
-@functools.cache
-def nested(mesh_name, row_name):
-    return Nested(mesh_name, ROWS[row_name])
+nested = functools.cache(Nested)
 
 
 @functools.cache
@@ -142,7 +124,7 @@ def test_nothing_is_lost(mesh_name, row_name):
 def test_inner_workers_share_what_moves_along_the_slow_axis(mesh_name, row_name):
     run, row = nested(mesh_name, row_name), ROWS[row_name]
     infos = run.run(steps_of(8))[2]
-    moved = collectives(run.step.as_text())
+    moved = collectives(run.runner.compiled_text(*steps_of(8)[0]))
     slow, fast = (along(moved, run.mesh, axes) for axes in (run.slow, run.fast))
     assert len(slow) + len(fast) == len(moved)  # none runs along both
     for info in infos:
@@ -154,7 +136,7 @@ def test_inner_workers_share_what_moves_along_the_slow_axis(mesh_name, row_name)
 
 def test_without_checks_of_types_the_updates_are_the_same():
     expected = nested("2x4", "onebit").run(steps_of(8))[0]
-    got = Nested("2x4", ROWS["onebit"], check_vma=False).run(steps_of(8))[0]
+    got = Nested("2x4", "onebit", "unchecked shard_map").run(steps_of(8))[0]
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 

@@ -143,91 +143,28 @@ def test_state_is_sharded_like_its_parameter():
     assert gcjax.state_specs((params["u"], 1.0), params["u"], P("model")) == (P("model"), P())
 
 
-# The step: every sample's gradient is the sample, and all arithmetic is exact.
-
-
-def dot_loss(params, batch):
-    return sum(jnp.sum(params[name] * batch[name], axis=tuple(range(1, batch[name].ndim))) for name in params).mean()
-
-
-def trained(mesh, tx, axis_name, **options):
-    """Parameters after some steps, losses, info."""
-    params = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 64 for name, shape in SIZED.items()}
-    step = gcjax.make_train_step(
-        dot_loss, optax.chain(tx, optax.trace(0.5), optax.sgd(0.5)), mesh, axis_name=axis_name, **options
-    )
-    state = step.init(params, key=None)
-    rng = np.random.default_rng(1)
-    for _ in range(STEPS):
-        batch = {name: rng.integers(-4, 5, (16, *shape)).astype(np.float32) for name, shape in SIZED.items()}
-        state, metrics = step(state, batch)
-    return jax.device_get(state.params), np.asarray(metrics.loss), gcjax.info(state.opt_state), state
-
-
-@pytest.mark.full
-def test_sharding_over_a_batch_axis_changes_no_bit():
-    mesh = jax.make_mesh((2, 4), ("slow", "fast"))
-    options = {"values": "float32", "capacity": 2048}
-    inner = gcjax.variance_compress(2.0, axis_name="slow", inner_axis_name="fast", **options)
-    expected, losses, whole, _ = trained(mesh, inner, ("slow", "fast"), accumulate=2)
-    specs = {"u": P("fast"), "v": P(None, "fast"), "whole": P()}
-    shards = gcjax.variance_compress(2.0, axis_name="slow", **options)
-    params, loss, info, state = trained(mesh, shards, ("slow", "fast"), accumulate=2, param_specs=specs)
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
-    np.testing.assert_array_equal(loss, losses)
-    momentum = state.opt_state[1].trace
-    assert momentum["v"].sharding.spec == P(None, "fast")
-    assert state.params["u"].addressable_shards[0].data.shape == (4, 20)
-    assert len(info.sent) == 8
-    assert len(whole.sent) == 2
-    assert 0 < info.sent.sum() < 8 * 192  # each of the eight has a quarter of u and v, and all of the rest
-
-
 def model_loss(params, batch):
     """A matrix product whose inner dimension is sharded."""
-    return jnp.mean(jnp.square(jax.lax.psum(batch @ params["v"] @ params["u"], "model") + params["whole"][:20] - 1.0))
+    return jnp.mean(jnp.square(jax.lax.psum(batch @ params["v"] @ params["u"], "model") + params["whole"] - 1.0))
 
 
-@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
-def test_a_loss_with_collectives_of_its_own_trains_shards():
-    mesh = jax.make_mesh((2, 2, 2), ("slow", "fast", "model"))
-    specs = {"u": P("model"), "v": P(None, "model"), "whole": P()}
-    shapes = SIZED | {"u": (24, 20)}
-    start = {name: np.random.default_rng(2).normal(size=shape).astype(np.float32) / 8 for name, shape in shapes.items()}
-    batch = np.random.default_rng(3).normal(size=(16, 12)).astype(np.float32)
-    tx = gcjax.variance_compress(0.5, axis_name="slow", inner_axis_name="fast")
-    step = gcjax.make_train_step(
-        model_loss,
-        optax.chain(tx, optax.adam(0.01)),
-        mesh,
-        axis_name=("slow", "fast"),
-        moments=None,
-        accumulate=2,
-        param_specs=specs,
-    )
-    state, losses = step.init(start), []
-    for _ in range(20):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss.mean()))
-    assert losses[-1] < 0.8 * losses[0]
-    for name, spec in specs.items():
-        assert state.params[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), len(shapes[name]))
-    copies = [np.asarray(shard.data) for shard in state.params["whole"].addressable_shards]
-    assert all((copy == copies[0]).all() for copy in copies)
+def start_and_batches():
+    """Parameters of a small network, and the batches of some steps."""
+    shapes = {"u": (24, 20), "v": (12, 24), "whole": (20,)}
+    rng = np.random.default_rng(2)
+    start = {name: rng.normal(size=shape).astype(np.float32) / 8 for name, shape in shapes.items()}
+    return start, [rng.normal(size=(16, 12)).astype(np.float32) for _ in range(STEPS)]
 
 
 def test_a_loss_over_shards_gives_the_whole_gradient():
-    mesh = jax.make_mesh((2, 4), ("slow", "model"))
-    shapes = SIZED | {"u": (24, 20)}
-    start = {name: np.random.default_rng(2).normal(size=shape).astype(np.float32) / 8 for name, shape in shapes.items()}
-    batch = np.random.default_rng(3).normal(size=(16, 12)).astype(np.float32)
+    mesh, (start, (batch, *_)) = jax.make_mesh((2, 4), ("slow", "model")), start_and_batches()
     specs = {"u": P("model"), "v": P(None, "model"), "whole": P()}
     tx = optax.chain(gcjax.dense_compress(axis_name="slow"), optax.sgd(1.0))
     step = gcjax.make_train_step(model_loss, tx, mesh, axis_name="slow", moments=None, param_specs=specs)
     state, _ = step(step.init(start), batch)
 
     def whole_loss(p):
-        return jnp.mean(jnp.square(batch @ p["v"] @ p["u"] + p["whole"][:20] - 1.0))
+        return jnp.mean(jnp.square(batch @ p["v"] @ p["u"] + p["whole"] - 1.0))
 
     gradient = jax.grad(whole_loss)(start)
     for name in start:
@@ -244,14 +181,14 @@ def test_a_loss_over_shards_gives_the_whole_gradient():
 def test_wrong_specs_are_named(specs, axis_name, named):
     mesh = jax.make_mesh((2, 2, 2), ("slow", "fast", "model"))
     with pytest.raises(ValueError, match=named):
-        gcjax.make_train_step(dot_loss, optax.sgd(0.1), mesh, axis_name=axis_name, param_specs={"u": specs})
+        gcjax.make_train_step(squares_loss, optax.sgd(0.1), mesh, axis_name=axis_name, param_specs={"u": specs})
 
 
 @pytest.mark.parametrize("option", ["axis_name", "inner_axis_name"])
 def test_averaging_over_a_sharded_axis_raises(option):
     mesh = jax.make_mesh((2, 4), ("slow", "fast"))
     tx = gcjax.top_k_compress(0.1, **({"axis_name": "slow"} | {option: "fast"}))
-    step = gcjax.make_train_step(dot_loss, tx, mesh, axis_name=("slow", "fast"), param_specs=P("fast"))
+    step = gcjax.make_train_step(squares_loss, tx, mesh, axis_name=("slow", "fast"), param_specs=P("fast"))
     with pytest.raises(ValueError, match=r"sharded over \['fast'\], over which the gradient is to be averaged"):
         step.init({"u": np.zeros((16, 20), np.float32)})
 
@@ -288,22 +225,12 @@ def squares_loss(params, batch):
     return jnp.mean(jnp.sum(jnp.square(hidden @ params["u"] + params["whole"] - 1.0), -1))
 
 
-def clipped_start():
-    shapes = {"u": (24, 20), "v": (12, 24), "whole": (20,)}
-    rng = np.random.default_rng(2)
-    return {name: rng.normal(size=shape).astype(np.float32) / 8 for name, shape in shapes.items()}
-
-
-def clipped_batches():
-    rng = np.random.default_rng(3)
-    return [rng.normal(size=(16, 12)).astype(np.float32) for _ in range(STEPS)]
-
-
 def clipped_by_step(compress, mesh, axis_name, optimiser, **options):
     tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05), optimiser)
     step = gcjax.make_train_step(squares_loss, tx, mesh, axis_name=axis_name, **options)
-    state, norms = step.init(clipped_start()), []
-    for batch in clipped_batches():
+    start, batches = start_and_batches()
+    state, norms = step.init(start), []
+    for batch in batches:
         state, metrics = step(state, batch)
         norms.append(float(metrics.grad_norm))
     return jax.device_get(state.params), norms, state
@@ -312,7 +239,8 @@ def clipped_by_step(compress, mesh, axis_name, optimiser, **options):
 def clipped_by_gradient(compress, mesh, optimiser, **options):
     tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05))
     fn = gcjax.compressed_value_and_grad(squares_loss, tx, mesh, axis_name="slow", **options)
-    params = jax.device_put(clipped_start(), jax.tree.map(lambda s: jax.NamedSharding(mesh, s), options["param_specs"]))
+    start, batches = start_and_batches()
+    params = jax.device_put(start, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), options["param_specs"]))
 
     @jax.jit
     def step(params, state, compression, batch):
@@ -321,7 +249,7 @@ def clipped_by_gradient(compress, mesh, optimiser, **options):
         return optax.apply_updates(params, updates), state, compression
 
     state, compression = optimiser.init(params), fn.init(params)
-    for batch in clipped_batches():
+    for batch in batches:
         batch = jax.device_put(batch, jax.NamedSharding(mesh, P("slow")))
         params, state, compression = step(params, state, compression, batch)
     return jax.device_get(params)

@@ -55,25 +55,28 @@ def test_equal_gradients_are_counted(method, mode):
         gcjax.check_training(runner.state)
 
 
-@pytest.mark.parametrize("mode", ["pmap", "shard_map"])
-def test_local_gradients_are_not(mode):
-    runner = runner_of("top_k", mode, 4)
-    assert gcjax.info(runner.state).identical == 0
-    gcjax.check_training(runner.state)
-
-
-def test_gradients_equal_but_for_one_worker_are_not():
-    runner = runner_of("top_k")
+def different():
+    """Gradients that are equal but for one worker."""
     g = gradients(equal=True)
     g["a"][2] = gradients(1)["a"][2]
-    runner.step(g)
-    assert gcjax.info(runner.state).identical == 0
+    return g
 
 
-def test_zeros_do_not_count_as_equal():
-    runner, zeros = runner_of("variance"), jax.tree.map(np.zeros_like, gradients())
-    runner.step(zeros, zeros)
+@pytest.mark.parametrize(
+    ("method", "mode", "draw"),
+    [
+        ("top_k", "pmap", gradients),
+        ("top_k", "shard_map", gradients),
+        ("top_k", "shard_map", different),
+        ("variance", "shard_map", lambda: jax.tree.map(np.zeros_like, gradients())),
+    ],
+    ids=["local, pmap", "local", "one of its own", "zeros"],
+)
+def test_gradients_that_are_not_equal_or_zero_are_not_counted(method, mode, draw):
+    runner, g = runner_of(method, mode), draw()
+    runner.step(g, g if method == "variance" else None)
     assert gcjax.info(runner.state).identical == 0
+    gcjax.check_training(runner.state)
 
 
 def step_without_axis(grads):

@@ -18,7 +18,7 @@ import gcjax
 from gcjax._comm.collectives import SingleWorker, replaced_comm
 from gcjax._comm.simulated import ring_bytes, transfers_of
 from gcjax._sparse.capacities import capacities_for
-from gcjax._sparse.owners import owner_of, word_of
+from gcjax._sparse.owners import owner_of
 
 N = 1 << 14
 pytestmark = pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")  # only what is moved matters here
@@ -31,21 +31,6 @@ def gradients(workers, share=0.05, seed=0):
     rng = np.random.default_rng(seed)
     chosen = rng.random(N) < share
     return {"a": (rng.integers(-8, 9, (workers, N)) * chosen / 8).astype(np.float32)}
-
-
-def run(workers, transport):
-    """The updates of all workers in two steps."""
-    tx = gcjax.top_k_compress(2048 / N, transport=transport, axis_name="data")
-    runner = Runner(tx, PARAMS, workers)
-    return [runner.step(gradients(workers))["a"] for _ in range(2)]
-
-
-@pytest.mark.parametrize("workers", [2, 8])
-@pytest.mark.full
-def test_transports_agree_when_all_sums_fit(workers):
-    by_gather = run(workers, "all_gather")
-    assert by_gather[0].any()
-    np.testing.assert_array_equal(by_gather, run(workers, "two_phase"))
 
 
 def moved(make, workers, transport):
@@ -97,17 +82,6 @@ def test_one_worker_sends_nothing():
     assert gcjax.info(state).wire_bytes == 0
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8, 48])
-def test_every_owner_gets_one_word_per_round(workers):
-    rounds = 64
-    word = np.asarray(word_of(np.arange(workers)[:, None], np.arange(rounds), workers))
-    assert sorted(word.ravel()) == list(range(workers * rounds))
-    assert (np.sort(word, axis=0) == np.arange(workers)[:, None] + workers * np.arange(rounds)).all()
-    owner, turn = owner_of(word, workers)
-    np.testing.assert_array_equal(owner, np.broadcast_to(np.arange(workers)[:, None], word.shape))
-    np.testing.assert_array_equal(turn, np.broadcast_to(np.arange(rounds), word.shape))
-
-
 def test_busy_columns_are_spread_over_all_owners():
     workers, rounds = 8, 4096
     turn = quick_bits(np.uint32(0), np.arange(rounds)) % workers
@@ -129,46 +103,6 @@ def test_no_entry_starves_in_a_small_payload(transport):
     for _ in range(16):
         sent += runner.step({"a": np.full((2, 1024), 2.0, np.float32)})["a"][0] != 0
     assert (sent > 0).all()
-
-
-def words_of_first():
-    """The numbers of the two words, of four, that owner 0 of 2 gets."""
-    return np.flatnonzero(np.asarray(owner_of(np.arange(4), 2)[0]) == 0)
-
-
-@functools.cache
-def compiled_owners(**options):
-    tx = gcjax.variance_compress(1e-6, transport="two_phase", axis_name="data", **options)
-    return Runner(tx, {"a": np.zeros(128, np.float32)}, 2)
-
-
-def owners_share(**options):
-    """A runner of two workers; and the entries of the two words of owner 0."""
-    words = [np.arange(word, 128, 4) for word in words_of_first()]  # a word is every fourth entry
-    return compiled_owners(**options).restart(), words
-
-
-def test_an_owners_rounding_error_joins_the_next_mean():
-    runner, (first, _) = owners_share(capacity=32)
-    g = np.zeros((2, 128), np.float32)
-    g[:, first[1]] = 8.0  # the largest
-    g[:, first[0]] = 2.0, 1.0  # the mean 1.5 is sent as 2
-    assert runner.step({"a": g})["a"][0, first[0]] == 2
-    np.testing.assert_array_equal(gcjax.info(runner.state).residual_norm, [1.0, 0.0])
-    g[:, first[0]] = 1.0, 1.0
-    assert runner.step({"a": g})["a"][0, first[0]] == 0.5
-    np.testing.assert_array_equal(gcjax.info(runner.state).residual_norm, 0)
-
-
-def test_a_rounding_error_causes_no_message():
-    runner, (first, _) = owners_share(capacity=32)
-    g = np.zeros((2, 128), np.float32)
-    g[:, first[1]] = 8.0
-    g[:, first[0]] = 2.0, 1.0
-    runner.step({"a": g})
-    update = runner.step({"a": 0 * g})["a"][0]
-    np.testing.assert_array_equal(update, 0)
-    np.testing.assert_array_equal(gcjax.info(runner.state).residual_norm, [1.0, 0.0])
 
 
 def test_owners_send_the_codes_of_all_entries_where_that_is_shorter():

@@ -39,9 +39,10 @@ class Runner:
     """Steps of a transform on `workers` devices; gradients, squares and updates are arrays (workers, ...).
 
     mode: "shard_map", "unchecked shard_map" (check_vma=False), "two axes" (the workers along two mesh axes) or "pmap".
+    mesh, axes: instead of those of the mode; one gradient for each index of the axes.
     """
 
-    def __init__(self, tx, params, workers, mode="shard_map"):
+    def __init__(self, tx, params, workers=None, mode="shard_map", *, mesh=None, axes=None):
         self.tx, self.workers, self.mode = tx, workers, mode
         if mode == "pmap":
             over = {"axis_name": "data", "devices": jax.devices()[:workers]}
@@ -49,10 +50,10 @@ class Runner:
             self._step = jax.pmap(self._local, **over)
         else:
             state = tx.init(params)
-            axes = axes_of(mode)
-            mesh = (
-                jax.make_mesh((2, workers // 2), axes, (AxisType.Auto,) * 2) if mode == "two axes" else mesh_of(workers)
-            )
+            axes = axes or axes_of(mode)
+            if mode == "two axes":
+                mesh = jax.make_mesh((2, workers // 2), axes, (AxisType.Auto,) * 2)
+            mesh = mesh or mesh_of(workers)
             self.start = gcjax.distribute(state, mesh)
             specs = (gcjax.state_specs(state), P(axes), P(axes))
             sharded = jax.shard_map(

@@ -4,7 +4,6 @@ import functools
 import inspect
 import warnings
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,46 +114,6 @@ def resized(state):
 def test_a_state_knows_after_a_journey_whether_squares_are_read(make, state_of):
     assert 1 in sizes_seen(make, behind_momentum(variance()), state_of)
     assert sizes_seen(make, behind_momentum(top_k()), state_of) == {len(X) // WORKERS}
-
-
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
-
-
-def test_batchnorm_needs_no_option_where_no_compressor_reads_squares():
-    variables = Normed().init(jax.random.key(0), X)
-
-    def loss(params, x, model_state):
-        out, new = Normed().apply({"params": params, "batch_stats": model_state}, x, mutable="batch_stats")
-        return jnp.mean((out - 1) ** 2), new["batch_stats"]
-
-    def trained(**options):
-        step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), **options)
-        state, metrics = step(step.init(variables["params"], model_state=variables["batch_stats"]), X)
-        return jax.tree.map(np.asarray, (state.params, metrics.loss))
-
-    jax.tree.map(np.testing.assert_array_equal, trained(), trained(moments=None))
-
-
-def test_counts_come_back_right_where_no_compressor_reads_squares():
-    def loss(w, x):
-        return jnp.mean((x @ w) ** 2), jnp.sum(x @ w > 0)
-
-    step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), has_aux=True)
-    _, metrics = step(step.init(jnp.ones(3)), X)
-    np.testing.assert_array_equal(metrics.aux, (X.sum(1) > 0).reshape(WORKERS, -1).sum(1))
-
-
-def test_a_mixture_of_experts_trains_where_no_compressor_reads_squares():
-    def loss(experts, x):
-        return jnp.mean(jax.lax.ragged_dot(x, experts, jnp.array([1, len(x) - 1])) ** 2)
-
-    step = gcjax.make_train_step(loss, optax.chain(top_k(), optax.sgd(0.1)), mesh_of(WORKERS), checks=False)
-    state, metrics = step(step.init(jnp.ones((2, 3, 2))), X)
-    assert np.isfinite(metrics.loss).all()
-    assert (state.params != 1).any()
 
 
 def alone(tx):

@@ -1,21 +1,18 @@
 """Steps whose gradient is not finite: they change nothing, are counted, and end training when there are too many."""
 
-import functools
 import itertools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import compress_state, mesh_of
+from harness import mesh_of
 from jax.sharding import PartitionSpec as P
 from selection import cases
 
 import gcjax
 from gcjax._training.bad_steps import STEPS_AHEAD
-from gcjax.flax import sync_batchnorm
 
 WORKERS = 4
 PARAMS = {"w": jnp.ones((5, 3)), "v": jnp.full((2,), 0.5)}
@@ -116,14 +113,6 @@ def test_a_compressor_whose_leaves_were_good_loses_nothing_in_a_bad_step(chain):
     assert_equal(state.opt_state[0].inner_states["w"], before[0].inner_states["w"])
 
 
-def test_the_compressor_counts_the_bad_step():
-    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS))
-    state, _ = step(step.init(PARAMS), batch_of(0, "x"))
-    state, _ = step(state, batch_of(1, "x"))
-    assert gcjax.info(state.opt_state).skipped == 2
-    assert all_finite(compress_state(state.opt_state).buckets)
-
-
 def test_state_of_which_entries_become_equal_or_constant_stays_as_it_was():
     def update(updates, state, params):
         total = optax.tree.sum(updates)
@@ -178,36 +167,6 @@ def test_a_bad_shard_is_skipped_on_all_shards(axis):
     assert_equal((state.params, state.opt_state[1]), (before.params, before.opt_state[1]))
 
 
-@cases("accumulate", [1, 2], default=1)
-def test_batch_statistics_survive_a_bad_step(accumulate):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x))
-            return nn.Dense(1)(nn.Dropout(0.5, deterministic=False)(x))
-
-    net = Net()
-    variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.zeros((2, 5)))
-
-    def loss(params, batch, *, model_state, key):
-        with sync_batchnorm("sample"):
-            out, new = net.apply(
-                {"params": params, "batch_stats": model_state}, batch["x"], mutable="batch_stats", rngs={"dropout": key}
-            )
-        return jnp.mean(out**2), new["batch_stats"]
-
-    moments = functools.partial(gcjax.value_and_moments, sample_axis="sample")
-    step = gcjax.make_train_step(loss, CHAINS["adam"](), mesh_of(WORKERS), moments=moments, accumulate=accumulate)
-    state = step.init(variables["params"], model_state=variables["batch_stats"], key=jax.random.key(2))
-    state, _ = step(state, batch_of(0))
-    before = on_host(state.model_state)
-    state, metrics = step(state, batch_of(1, "x"))
-    assert int(metrics.skipped) == 1
-    assert_equal(state.model_state, before)
-    state, _ = step(state, batch_of(2))
-    assert all_finite(state)
-
-
 def running_loss(params, batch, *, model_state):
     return loss_fn(params, batch), {"mean": batch["x"].mean(axis=0), "steps": model_state["steps"] + 1}
 
@@ -250,26 +209,6 @@ def test_parameters_that_are_not_finite_are_named():
         step(state, batch_of(0))
 
 
-@pytest.mark.full
-def test_bad_steps_that_are_not_in_a_row_do_not_raise():
-    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
-    state, skipped = step.init(PARAMS), []
-    for i in range(30):
-        state, metrics = step(state, batch_of(i, "x" if i % 3 else ""))
-        skipped.append(int(metrics.skipped))
-    assert skipped == [0, 1, 2] * 10
-    assert gcjax.info(state.opt_state).skipped == 20
-
-
-@pytest.mark.full
-def test_a_recovered_training_does_not_raise():
-    step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=3)
-    state = step.init(PARAMS)
-    for i in range(3 + 2 * STEPS_AHEAD):
-        state, metrics = step(state, batch_of(i, "x" if i < 3 else ""))
-    assert int(metrics.skipped) == 0
-
-
 def test_bad_steps_are_skipped_and_counted_inside_a_scan():
     step = gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(WORKERS), max_skipped=2)
     batches = jax.tree.map(lambda *x: np.stack(x), *[batch_of(i, "x" if i in (1, 2, 3) else "") for i in range(6)])
@@ -279,9 +218,3 @@ def test_bad_steps_are_skipped_and_counted_inside_a_scan():
     for i in (0, 4, 5):
         single, _ = step(single, jax.tree.map(lambda x, i=i: x[i], batches))
     assert_equal(state.params, single.params)
-
-
-@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (1.5, TypeError)])
-def test_a_bad_limit_raises(bad, error):
-    with pytest.raises(error, match=f"max_skipped must be .*{bad}"):
-        gcjax.make_train_step(loss_fn, CHAINS["adam"](), mesh_of(2), max_skipped=bad)

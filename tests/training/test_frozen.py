@@ -143,17 +143,3 @@ def test_an_update_that_differs_between_workers_raises_with_the_cure(tx):
         ValueError, match=r"params\['body'\]\['bias'\] differs between workers along \['data'\].*trainable=.*dense_comp"
     ):
         step(state, batch_of())
-
-
-@pytest.mark.parametrize(
-    ("trainable", "error", "message"),
-    [
-        ({"body": 1, "head": True}, TypeError, r"trainable\['body'\] must be True or False, got 1"),
-        ({"body": False}, ValueError, "is not a prefix of the parameters' tree"),
-        (lambda params: False, ValueError, "freezes all parameters"),
-    ],
-)
-def test_bad_flags_raise(trainable, error, message):
-    step = gcjax.make_train_step(loss_fn, chain(), mesh_of(2), trainable=trainable)
-    with pytest.raises(error, match=message):
-        step.init(PARAMS)

@@ -98,14 +98,9 @@ def assert_trains_alike(train, method, **options):
 
 
 @pytest.mark.parametrize("method", COMPRESSORS)
-@pytest.mark.parametrize("train", [by_step, by_gradient])
+@pytest.mark.parametrize("train", [by_step, functools.partial(by_step, accumulate=2), by_gradient])
 def test_a_kernel_in_the_loss_trains_as_its_plain_version(train, method):
     assert_trains_alike(train, method)
-
-
-@pytest.mark.parametrize("method", COMPRESSORS)
-def test_a_kernel_sees_parts_of_the_batch(method):
-    assert_trains_alike(by_step, method, accumulate=2)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -123,12 +118,6 @@ def test_a_kernel_trains_where_parameters_are_gathered():
     want_params, want_loss, _ = by_step(plain_loss, COMPRESSORS["variance"](), **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, want_params)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-
-
-@pytest.mark.parametrize("train", [by_step, by_gradient])
-def test_without_the_option_jax_names_it(train):
-    with pytest.raises(ValueError, match="check_vma=False"):
-        train(kernel_loss, COMPRESSORS["top_k"]())
 
 
 def test_mistakes_beside_a_kernel_are_found():

@@ -14,7 +14,6 @@ from rows import SIZES, group_of, methods, name_of
 from selection import cases
 
 import gcjax
-from gcjax._core.mixing import Mixing
 
 
 def firsts():
@@ -108,17 +107,6 @@ def test_it_works_where_jax_has_no_cpu(monkeypatch):
     of_two = gcjax.restore_target(tx.init(jnp.ones(4)), workers=2)
     monkeypatch.setattr(jax, "local_devices", no_cpu)
     assert gcjax.resize(of_two, mesh).report.workers == 1
-
-
-@pytest.mark.parametrize(("old", "new"), [(8, 4), (4, 8), (8, 6), (2, 3), (3, 2), (1, 5)])
-def test_weights_keep_the_mean_and_copies_are_exact(old, new):
-    weights = Mixing(old, new).weights()
-    np.testing.assert_allclose(weights.sum(1), 1)
-    np.testing.assert_allclose(weights.sum(0), new / old)
-    if old == 8 and new == 4:
-        np.testing.assert_array_equal(weights, np.repeat(np.eye(4), 2, axis=1) / 2)
-    if old == 4:
-        np.testing.assert_array_equal(weights, np.repeat(np.eye(4), 2, axis=0))
 
 
 def test_squares_are_those_of_the_joint_batch():

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from harness import Runner, compress_state, sample_gradients, tree_of
-from moments_cases import net, net_data
 from selection import cases
 
 import gcjax
@@ -65,34 +64,6 @@ def test_squares_are_scaled_by_the_factor_of_their_entry(name):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     for got, want in zip(*(compress_state(s).buckets.value[0].accumulated for s in (ours, by_hand)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-def trained(tx):
-    """The loss after training, and the entries sent on the way."""
-    params, batch = net_data(32)
-    moments, state, sent = gcjax.value_and_moments(net), tx.init(params), 0
-
-    @jax.jit
-    def step(params, state):
-        loss, (grad, squares) = moments(params, batch)
-        updates, state = tx.update(grad, state, params, sum_grad_squared=squares)
-        return optax.apply_updates(params, updates), state, loss
-
-    for _ in range(100):
-        params, state, loss = step(params, state)
-        sent += gcjax.info(state).sent[0]
-    return loss, sent
-
-
-@pytest.mark.full
-def test_clipping_first_does_not_stop_training():
-    clip, compressor = optax.clip_by_global_norm(0.01), gcjax.variance_compress()
-    stalled, none = trained(optax.chain(clip, compressor, optax.adam(0.03)))
-    loss, sent = trained(optax.chain(gcjax.scale_first(clip, compressor), optax.adam(0.03)))
-    _, usual = trained(optax.chain(compressor, optax.adam(0.03)))
-    assert none == 0  # what `scale_first` is for
-    assert sent > 0.5 * usual
-    assert loss < 0.1 * stalled
 
 
 def test_each_worker_clips_by_its_own_norm():

@@ -45,19 +45,6 @@ def first_step(loss=loss_fn, tx=None, batch=BATCH, **options):
     return step(step.init(PARAMS), batch)
 
 
-TRANSFORMS = {  # each with what the error says, from init or the first step
-    "no axis": (
-        lambda: optax.chain(gcjax.top_k_compress(0.1), optax.adam(1e-2)),
-        r"has no axis_name, .* give it axis_name='data'",
-    ),
-    "adam before": (
-        lambda: adam(optax.adam(1e-2)),
-        r"opt_state\[0\]\[0\].mu\['b'\] would differ between workers along \['data'\].*after the comp.*local_transform",
-    ),
-    "apply_if_finite around": (lambda: optax.apply_if_finite(adam(), 3), "Leave it out: the training step skips bad"),
-}
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -72,13 +59,6 @@ TRANSFORMS = {  # each with what the error says, from init or the first step
 def test_an_argument_that_is_not_a_transform_raises(make):
     with pytest.raises(TypeError, match=r"must be an optax transform, such as .* got <function adam"):
         make(optax.adam)
-
-
-@pytest.mark.parametrize("case", TRANSFORMS)
-def test_transforms_in_the_wrong_place_raise(case):
-    make, says = TRANSFORMS[case]
-    with pytest.raises(ValueError, match=says):
-        first_step(tx=make())
 
 
 MATRIX = {"w": jnp.ones((3, 2)), "b": jnp.zeros((1, 2))}
@@ -130,18 +110,140 @@ def test_transforms_that_keep_parameters_apart_take_shards():
     two_axes(tx, {"w": jax.P(None, "fast"), "b": jax.P("fast")})
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"moments": True}, r"moments must be 'auto', gcjax.value_and_moments.*or None, got True"),
-        ({"moments": gcjax.value_and_moments(loss_fn)}, r"moments must be .*, not called with a loss.*or None, got <f"),
-        ({"param_specs": {"w": "data", "b": jax.P()}}, r"param_specs\['w'\] must be a jax.sharding.PartitionSpec, got"),
-    ],
-)
-def test_arguments_of_another_kind_raise(options, says):
-    for make in (gcjax.make_train_step, gcjax.compressed_value_and_grad):
-        with pytest.raises(TypeError, match=says):
-            make(loss_fn, adam(), mesh_of(WORKERS), **options)
+def init(params=PARAMS, tx=None, trainable=None, **more):
+    return make_step(tx=tx, trainable=trainable).init(params, **more)
+
+
+def returning(model_state):
+    """A first step with a loss that returns another state of the model than an array of two."""
+    step = make_step(lambda params, batch, model_state: (loss_fn(params, batch), {"n": jnp.zeros(2)}))
+    return step(step.init(PARAMS, model_state={"n": model_state}), BATCH)
+
+
+def sam(optimiser):
+    return optax.contrib.sam(optimiser, optax.sgd(0.05), sync_period=2)
+
+
+def lookahead():
+    return optax.lookahead(optax.chain(variance(), optax.sgd(1e-3)), 5, 0.5)
+
+
+RANDOM = {"rng": jax.random.key(0)}
+RESEED = r"give step.init\(key=...\).*flax\.reseed\(model"
+NO_EXTRA = r"(?s)unexpected keyword.*takes no extra arguments.*wrap it: optax\.Grad"
+PAIRS = r"lookahead trains pairs.*slow = optax\.incremental_update"
+WRONG = {  # the call, its error, and the message
+    "no axis": (
+        lambda: first_step(tx=optax.chain(gcjax.top_k_compress(0.1), optax.adam(1e-2))),
+        ValueError,
+        "has no axis_name, .* give it axis_name='data'",
+    ),
+    "adam before": (
+        lambda: first_step(tx=adam(optax.adam(1e-2))),
+        ValueError,
+        r"opt_state\[0\]\[0\].mu\['b'\] would differ between workers along \['data'\].*after the comp.*local_transform",
+    ),
+    "apply_if_finite around": (
+        lambda: first_step(tx=optax.apply_if_finite(adam(), 3)),
+        ValueError,
+        "Leave it out: the training step skips bad",
+    ),
+    "line search": (
+        lambda: first_step(tx=optax.chain(variance(), optax.lbfgs())),
+        TypeError,
+        "(?s)'grad' and 'value_fn'.*A step gives tx .*value.*such as a line search",
+    ),
+    "sam behind": (lambda: first_step(tx=optax.chain(variance(), sam(optax.sgd(0.1)))), TypeError, NO_EXTRA),
+    "sam around": (lambda: first_step(tx=sam(optax.chain(variance(), optax.sgd(0.1)))), TypeError, NO_EXTRA),
+    "lookahead": (lambda: init(tx=lookahead()), TypeError, PAIRS),
+    "lookahead of pairs": (lambda: init(optax.LookaheadParams.init_synced(PARAMS), lookahead()), TypeError, PAIRS),
+    "moments": (lambda: make_step(moments=True), TypeError, "moments must be 'auto', .*value_and_moments.*, got True"),
+    "moments of a loss": (
+        lambda: make_step(moments=gcjax.value_and_moments(loss_fn)),
+        TypeError,
+        "moments must be .*, not called with a loss.*or None, got <f",
+    ),
+    "specs": (
+        lambda: make_step(param_specs={"w": "data", "b": jax.P()}),
+        TypeError,
+        r"param_specs\['w'\] must be a jax.sharding.PartitionSpec, got",
+    ),
+    "other axis": (lambda: make_step(axis_name="model"), ValueError, r"axis_name='model'.*\('data',\)"),
+    "no parts": (lambda: make_step(accumulate=0), ValueError, "accumulate must be at least 1, got 0"),
+    "half a part": (lambda: make_step(accumulate=1.5), TypeError, "accumulate must be an int, got 1.5"),
+    "no limit": (lambda: make_step(max_skipped=0), ValueError, "max_skipped must be .*0"),
+    "half a limit": (lambda: make_step(max_skipped=1.5), TypeError, "max_skipped must be .*1.5"),
+    "checks": (lambda: make_step(checks=1), TypeError, "checks must be True or False, got 1"),
+    "raw key": (lambda: init(key=jnp.zeros(2, jnp.uint32)), TypeError, "key must be a key made by jax.random.key"),
+    "flag": (lambda: init(trainable={"w": 1, "b": True}), TypeError, r"trainable\['w'\] must be True or False, got 1"),
+    "flags": (lambda: init(trainable={"w": False}), ValueError, "is not a prefix of the parameters' tree"),
+    "all frozen": (lambda: init(trainable=lambda params: False), ValueError, "freezes all parameters"),
+    "random parameter": (
+        lambda: init(PARAMS | RANDOM),
+        TypeError,
+        rf"params\['rng'\] is a random key, which cannot be trained.*{RESEED}",
+    ),
+    "random model state": (
+        lambda: init(model_state=RANDOM),
+        TypeError,
+        rf"model_state\['rng'\] is a random key.*{RESEED}",
+    ),
+    "int parameter": (
+        lambda: init(PARAMS | {"n": jnp.int32(3)}),
+        TypeError,
+        r"params\['n'\] has dtype int32, which cannot be trained.*trainable=",
+    ),
+    "function as a parameter": (
+        lambda: init(PARAMS | {"f": jnp.tanh}),
+        TypeError,
+        r"leaf \['f'\] is <.*tanh.*, not an array.*equinox.partition",
+    ),
+    "model state of another shape": (
+        lambda: returning(jnp.float32(0)),
+        ValueError,
+        r"model_state of {'n': 'float32\[\]'} and returned one of {'n': 'float32\[2\]'}",
+    ),
+    "model state of another dtype": (
+        lambda: returning(jnp.zeros(2, jnp.bfloat16)),
+        ValueError,
+        r"model_state of {'n': 'bfloat16\[2\]'} and returned one of {'n': 'float32\[2\]'}",
+    ),
+    "empty batch": (lambda: first_step(batch={}), ValueError, r"the batch has no array, got \{\}"),
+    "float in the batch": (
+        lambda: first_step(batch=BATCH | {"t": 1.0}),
+        TypeError,
+        r"batch leaf \['t'\] is 1.0, but must be an array.*np.full",
+    ),
+    "scalar in the batch": (
+        lambda: first_step(batch=BATCH | {"t": np.float32(1.0)}),
+        ValueError,
+        r"batch leaf \['t'\] has shape \(\), but must have one entry per sample.*np.full",
+    ),
+    "key in the batch": (
+        lambda: first_step(batch=BATCH | {"t": jax.random.key(0)}),
+        ValueError,
+        r"batch leaf \['t'\] has shape \(\).*Give a random key to step\.init\(",
+    ),
+    "15 samples": (
+        lambda: first_step(batch=BATCH | {"t": np.ones(15)}, accumulate=2),
+        ValueError,
+        r"batch leaf \['t'\] has shape \(15,\); .*multiple of 8 = 4 workers \* accumulate=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.filterwarnings("ignore::gcjax.MissingSquaresWarning")
+def test_a_wrong_argument_raises_with_the_cure(case):
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("options", [{"moments": True}, {"param_specs": {"a": "data"}}])
+def test_the_compressed_gradient_checks_its_arguments_as_a_step_does(options):
+    with pytest.raises(TypeError, match=rf"{next(iter(options))}.* must be .*, got"):
+        gcjax.compressed_value_and_grad(loss_fn, adam(), mesh_of(WORKERS), **options)
 
 
 def test_parameters_of_other_devices_are_moved():
@@ -151,11 +253,6 @@ def test_parameters_of_other_devices_are_moved():
     mesh = jax.make_mesh((2, 2), ("slow", "fast"))
     state = gcjax.init_sharded(gcjax.dense_compress(axis_name="slow"), elsewhere[0], mesh, jax.P())
     assert state.report.axes == ("slow",)
-
-
-def test_transforms_that_ask_for_what_a_step_lacks_raise():
-    with pytest.raises(TypeError, match=r"(?s)'grad' and 'value_fn'.*A step gives tx .*value.*such as a line search"):
-        first_step(tx=optax.chain(variance(), optax.lbfgs()))
 
 
 @pytest.mark.parametrize("moments", [None, gcjax.value_and_moments])
@@ -212,48 +309,6 @@ def test_a_layout_in_the_loss_is_named_and_works_under_plain_jit(kind, place, wh
             jax.jit(fn)(w, fn.init(w), x)
 
 
-def test_model_state_must_keep_its_shapes():
-    step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), {"n": jnp.zeros(2)}))
-    says = r"model_state of {'n': '%s'} and returned one of {'n': 'float32\[2\]'}"
-    with pytest.raises(ValueError, match=says % r"float32\[\]"):
-        step(step.init(PARAMS, model_state={"n": jnp.float32(0)}), BATCH)
-    with pytest.raises(ValueError, match=says % r"bfloat16\[2\]"):
-        step(step.init(PARAMS, model_state={"n": jnp.zeros(2, jnp.bfloat16)}), BATCH)
-
-
-def test_a_random_key_is_no_model_state_and_no_parameter():
-    step = make_step(lambda params, batch, *, model_state: (loss_fn(params, batch), model_state))
-    rng, cure = {"count": jnp.uint32(0), "rng": jax.random.key(0)}, r"give step.init\(key=...\).*flax\.reseed\(model"
-    with pytest.raises(TypeError, match=rf"model_state\['rng'\] is a random key.*{cure}"):
-        step.init(PARAMS, model_state=rng)
-    with pytest.raises(TypeError, match=rf"params\['rng'\] is a random key, which cannot be trained.*{cure}"):
-        step.init(PARAMS | rng)
-
-
-def test_a_batch_without_arrays_is_named():
-    step = make_step(loss_fn)
-    with pytest.raises(ValueError, match=r"the batch has no array, got \{\}"):
-        step(step.init(PARAMS), {})
-
-
-@pytest.mark.parametrize(
-    ("leaf", "error", "says"),
-    [
-        (1.0, TypeError, r"batch leaf \['t'\] is 1.0, but must be an array.*np.full"),
-        (
-            np.float32(1.0),
-            ValueError,
-            r"batch leaf \['t'\] has shape \(\), but must have one entry per sample.*np.full",
-        ),
-        (jax.random.key(0), ValueError, r"batch leaf \['t'\] has shape \(\).*Give a random key to step\.init\("),
-        (np.ones(15), ValueError, r"batch leaf \['t'\] has shape \(15,\); .* multiple of 4"),
-    ],
-)
-def test_a_batch_leaf_without_samples_raises(leaf, error, says):
-    with pytest.raises(error, match=says):
-        first_step(batch=BATCH | {"t": leaf})
-
-
 def test_a_state_that_is_not_of_the_mesh_raises():
     step, tx = make_step(), adam()
     unplaced = gcjax.TrainState(jnp.int32(0), PARAMS, tx.init(PARAMS), None, None)
@@ -267,14 +322,6 @@ def test_a_state_that_is_not_of_the_mesh_raises():
     step(state, BATCH)
     with pytest.raises(RuntimeError, match=r"was donated to an earlier step.*Go on with the state that it"):
         step(state, BATCH)
-
-
-def test_a_parameter_without_gradient_raises():
-    step = make_step()
-    with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32, which cannot be trained.*trainable="):
-        step.init(PARAMS | {"n": jnp.int32(3)})
-    with pytest.raises(TypeError, match=r"leaf \['f'\] is <.*tanh.*, not an array.*equinox.partition"):
-        step.init(PARAMS | {"f": jnp.tanh})
 
 
 @cases("explicit", [False, True], default=1)
@@ -320,36 +367,6 @@ def test_a_transform_that_asks_for_a_value_gets_the_mean_loss():
         state, metrics = step(state, BATCH)
         losses.append(float(metrics.loss.mean()))
     assert float(state.opt_state[2].best_value) == pytest.approx(min(losses), rel=1e-6)
-    polyak = make_step(tx=optax.chain(variance(), optax.polyak_sgd(max_learning_rate=0.1)))
-    state, first = polyak(polyak.init(PARAMS), BATCH)
-    for _ in range(20):
-        state, metrics = polyak(state, BATCH)
-    assert np.mean(metrics.loss) < np.mean(first.loss)
-
-
-def sam(optimiser):
-    return optax.contrib.sam(optimiser, optax.sgd(0.05), sync_period=2)
-
-
-def test_sam_trains_behind_the_compressor_and_says_so_elsewhere():
-    behind = sam(optax.sgd(1e-3))
-    for tx in (optax.chain(variance(), behind), sam(optax.chain(variance(), optax.sgd(1e-3)))):
-        step = make_step(tx=tx)
-        with pytest.raises(TypeError, match=r"(?s)unexpected keyword.*takes no extra arguments.*wrap it: optax\.Grad"):
-            step(step.init(PARAMS), BATCH)
-    step = make_step(tx=optax.chain(variance(), optax.GradientTransformation(*behind)))
-    state, first = step(step.init(PARAMS), BATCH)
-    for _ in range(20):
-        state, metrics = step(state, BATCH)
-    assert np.mean(metrics.loss) < np.mean(first.loss)
-
-
-@pytest.mark.parametrize("params", [PARAMS, optax.LookaheadParams.init_synced(PARAMS)], ids=["params", "pairs"])
-@pytest.mark.filterwarnings("ignore")
-def test_lookahead_is_named(params):
-    step = make_step(tx=optax.lookahead(optax.chain(variance(), optax.sgd(1e-3)), 5, 0.5))
-    with pytest.raises(TypeError, match=r"lookahead trains pairs.*slow = optax\.incremental_update"):
-        step.init(params)
 
 
 def test_only_a_transform_that_asks_for_a_value_costs_a_collective():
