@@ -28,7 +28,7 @@ def sparse_method(select: Select, capacity: Capacity, transport: str = "auto") -
       select: select(a, step, bucket) -> packed mask (`pack_mask`) of the entries of a to send, with a, of the bucket's
         shape, the gradient plus the residual. Padding that it chooses is not sent.
       capacity: capacity(bucket) -> slots of the payload, as `capacities_for` takes them.
-      transport: "all_gather", "two_phase" or "auto"; see `gcjax.variance_compress`.
+      transport: "all_gather", "two_phase" or "auto": see docs/common.md.
 
     Raises:
       ValueError: for another transport; (from `update`) a capacity that is not positive.

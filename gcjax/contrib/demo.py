@@ -31,6 +31,7 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.chunks import ChunkGroup, Chunks, chunk_groups, from_groups, into_groups, largest_of_rows, sum_sent
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_integer, check_number
+from gcjax._xla import kept_unless
 from gcjax.extend import (
     Bucket,
     Compressor,
@@ -121,8 +122,8 @@ def demo_compress(
         bucket = state.bucket
         groups = chunk_groups(bucket, chunk)
         taken = into_groups(step.gradient, bucket, chunk, _transform)
-        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        delta = [jnp.where(step.go, decay * old + new, old) for old, new in zip(state.coefficients, taken, strict=True)]
+        decayed = [decay * old + new for old, new in zip(state.coefficients, taken, strict=True)]
+        delta = kept_unless(step.go, decayed, list(state.coefficients))
         indices = [largest_of_rows(jnp.abs(x).reshape(g.shape), top_k) for x, g in zip(delta, groups, strict=True)]
         at = [g.flat(found) for g, found in zip(groups, indices, strict=True)]
         values = [x[positions] for x, positions in zip(delta, at, strict=True)]

@@ -30,6 +30,7 @@ from jax import lax
 from gcjax._jax_compat import zeros
 from gcjax._kernels.bits import WORD, count_bits
 from gcjax._types import Array, ArrayLike, AxisNames
+from gcjax._xla import kept_unless
 from gcjax.extend import (
     Bucket,
     Comm,
@@ -104,8 +105,8 @@ def onebit_compress(
     def update(step: StepInput, state: OneBitState) -> StepResult[OneBitState]:
         bucket = state.bucket
         matrices = _matrices(bucket, step.comm)
-        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        kept = [jnp.where(step.go, e + g, e) for e, g in zip(state.errors, _blocks(step.gradient, bucket), strict=True)]
+        summed = tuple(e + g for e, g in zip(state.errors, _blocks(step.gradient, bucket), strict=True))
+        kept = kept_unless(step.go, summed, state.errors)
         a = [m.pad(x) for m, x in zip(matrices, kept, strict=True)]
 
         # To the owners. A worker sends means of zero, which change nothing, in a skipped step and of its own columns.

@@ -26,6 +26,7 @@ from gcjax._kernels.buckets import split_vector
 from gcjax._kernels.matrices import Batch, Matrices, matrices_of, multiply, orthonormal, unit
 from gcjax._types import Array, AxisNames
 from gcjax._validation import check_integer, check_random_key
+from gcjax._xla import kept_unless
 from gcjax.extend import Bucket, Comm, Compressor, Mixing, StepInput, StepResult, compress, dense_report
 
 MIN_RATE = 2  # a matrix is compressed if this makes it smaller by at least this factor
@@ -141,16 +142,14 @@ def power_sgd_compress(
     def update(step: StepInput, state: PowerSGDState) -> StepResult[PowerSGDState]:
         layout = state.layout
         taken, others = layout.take(step.gradient)
-        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        matrices = tuple(
-            jnp.where(step.go, e + g, m) for e, g, m in zip(state.errors(), taken, state.accumulated, strict=True)
-        )
+        new_matrices = tuple(e + g for e, g in zip(state.errors(), taken, strict=True))
+        matrices = kept_unless(step.go, new_matrices, state.accumulated)
         fill = jnp.where(step.go, 0, jnp.nan)
         mean, left, right = _low_rank(key, step.comm, state, matrices, others, fill)
         new = PowerSGDState(
             accumulated=matrices,
-            left=tuple(jnp.where(step.go, p, old) for p, old in zip(left, state.left, strict=True)),
-            right=tuple(jnp.where(step.go, q, old) for q, old in zip(right, state.right, strict=True)),
+            left=kept_unless(step.go, tuple(left), state.left),
+            right=kept_unless(step.go, tuple(right), state.right),
             step=state.step + step.go,
             layout=layout,
         )

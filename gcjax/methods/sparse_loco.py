@@ -40,6 +40,7 @@ from gcjax._kernels.chunks import (
 from gcjax._kernels.floats import to_unit
 from gcjax._types import Array, ArrayLike, AxisNames
 from gcjax._validation import check_choice, check_integer, check_number
+from gcjax._xla import kept_unless
 from gcjax.extend import Bucket, Compressor, StepInput, StepResult, bits_float, compress, dense_report, float_bits
 
 SIGMAS = 6  # standard deviations over which the bins lie
@@ -122,15 +123,15 @@ def sparse_loco_compress(
     def update(step: StepInput, state: SparseLocoState) -> StepResult[SparseLocoState]:
         bucket = state.bucket
         message = _Message(bucket, chunk_groups(bucket, chunk), top_k, bits)
-        # Entry by entry, because XLA would copy the state for a conditional around the whole step.
-        kept = [jnp.where(step.go, decay * old + new, old) for old, new in zip(state.left, step.gradient, strict=True)]
+        decayed = tuple(decay * old + new for old, new in zip(state.left, step.gradient, strict=True))
+        kept = kept_unless(step.go, decayed, state.left)
         entries = into_groups(kept, bucket, chunk, Chunks.to_rows)
         magnitudes = into_groups(kept, bucket, chunk, lambda leaf, x: leaf.to_rows(jnp.abs(x), -1))
         payload = message.encode(entries, magnitudes)
 
         sent = add_sent([jnp.zeros(math.prod(g.shape)) for g in message.groups], message.decode(payload))
         own = from_groups(sent, bucket, chunk, Chunks.from_rows)
-        left = tuple(jnp.where(step.go, x - y, x) for x, y in zip(kept, own, strict=True))
+        left = kept_unless(step.go, tuple(x - y for x, y in zip(kept, own, strict=True)), kept)
         mean = from_groups(_mean(step.comm.gather(payload), message, average, step.go), bucket, chunk, Chunks.from_rows)
         report = dense_report(message.sent_entries(), message.payload_bits())
         return StepResult(mean, SparseLocoState(left, bucket), report)
