@@ -41,8 +41,7 @@ class Workload(NamedTuple):
         return jax.random.key(0)
 
 
-Factory = Callable[..., optax.GradientTransformationExtraArgs]
-Setting = Callable[[Workload], optax.GradientTransformationExtraArgs]
+Make = Callable[[Workload], optax.GradientTransformationExtraArgs]
 
 
 class MethodRow(NamedTuple):
@@ -58,18 +57,18 @@ class MethodRow(NamedTuple):
       squares: uses `sum_grad_squared`.
     """
 
-    factory: Factory
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
     readme: str
-    settings: dict[str, Setting]
+    settings: dict[str, Make]
     sparse: bool = False
     squares: bool = False
 
 
-def _variance(transport: str) -> Setting:
+def _variance(transport: str) -> Make:
     return lambda w: methods.variance_compress(1.0, capacity=w.slots, transport=transport)
 
 
-def _power_sgd(rank: int) -> Setting:
+def _power_sgd(rank: int) -> Make:
     return lambda w: methods.power_sgd_compress(rank, key=w.key)
 
 

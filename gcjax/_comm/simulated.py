@@ -35,25 +35,13 @@ class Transfer(NamedTuple):
     bytes: int
 
 
-class Choice(NamedTuple):
-    """What one of several branches transfers.
-
-    Attributes:
-      branches: a record for each.
-    """
-
-    branches: "list[Record]"
-
-
-Record = list[Transfer | Choice]
+Record = list["Transfer | list[Record]"]  # transfers, and for each conditional a record of each of its branches
 
 
 def ring_bytes(transfer: Transfer, workers: int) -> float:
     """What one worker sends, and receives, with ring algorithms."""
-    share = {"maximum": 2 / workers, "all_reduce": 2 / workers, "all_gather": 1, "all_to_all": 1 / workers}[
-        transfer.kind
-    ]
-    return share * (workers - 1) * transfer.bytes
+    shares = {"maximum": 2 / workers, "all_reduce": 2 / workers, "all_gather": 1, "all_to_all": 1 / workers}
+    return shares[transfer.kind] * (workers - 1) * transfer.bytes
 
 
 def arriving_bytes(transfer: Transfer, workers: int) -> int:
@@ -98,9 +86,9 @@ def _with_largest_branches(record: Record, workers: int) -> tuple[Transfer, ...]
     for entry in record:
         if isinstance(entry, Transfer):
             transfers.append(entry)
-            continue
-        branches = [_with_largest_branches(branch, workers) for branch in entry.branches]
-        transfers += max(branches, key=lambda branch: sum(ring_bytes(t, workers) for t in branch), default=())
+        else:
+            branches = [_with_largest_branches(branch, workers) for branch in entry]
+            transfers += max(branches, key=lambda branch: sum(ring_bytes(t, workers) for t in branch), default=())
     return tuple(transfers)
 
 
@@ -154,12 +142,12 @@ class SimulatedComm(Comm):
         return sum(ring_bytes(entry, self.size) for entry in self._record if isinstance(entry, Transfer))
 
     def metered(self) -> Callable[[], Comm]:
-        choice = Choice([])
-        self._record.append(choice)
+        branches: list[Record] = []
+        self._record.append(branches)
 
         def branch() -> Comm:
-            choice.branches.append([])
-            return SimulatedComm(self.size, self._zeros, choice.branches[-1])
+            branches.append([])
+            return SimulatedComm(self.size, self._zeros, branches[-1])
 
         return branch
 

@@ -30,11 +30,6 @@ def check_training(opt_state: PyTree) -> None:
     check_symptoms(opt_state)
 
 
-def squares_ratio(opt_state: PyTree) -> float:
-    """The least `Symptoms.squares_ratio` of all compressors."""
-    return min(float(report_of(state).symptoms.squares_ratio[0]) for state in readable_states(opt_state))
-
-
 def check_symptoms(opt_state: PyTree, *, expect_identical: bool = False, expect_scaled: bool = False) -> None:
     """`check_training`, without what the caller knows to be no mistake.
 

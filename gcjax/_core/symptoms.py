@@ -54,7 +54,10 @@ class Symptoms(NamedTuple):
 
     @staticmethod
     def agreed_on(largest: Array, flag: Array) -> Array:
-        """`flag`, or 1 if a sample of some worker holds NaN. What depends on it comes after all looks at gradients."""
+        """`flag`, or 1 if a sample of some worker holds NaN.
+
+        The method waits for the result, and so for the last look at the gradients: XLA can then reuse their buffers.
+        """
         return jnp.where(largest[RATIO] > NOT_FINITE, 1, flag)
 
     def after(self, largest: Array, comm: Comm) -> "Symptoms":

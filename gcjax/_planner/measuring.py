@@ -16,12 +16,13 @@ import numpy as np
 import optax
 
 from gcjax._comm.simulated import Transfer, arriving_bytes, model_of, simulated_workers, transfers_of
-from gcjax._table import METHODS, Setting, Workload
+from gcjax._table import METHODS, Make, Workload
 from gcjax._types import Array, PyTree
 
 # Parameters and workers. A vector of 8 million has 32 MB; glibc maps larger ones anew each time, and the cost bends up.
 MEASURED = ((1_000_000, 2), (12_000_000, 2), (12_000_000, 8))
 DENSITY = 0.01  # at which sparse methods are measured
+SQUARE = NormalDist().inv_cdf(1 - DENSITY / 2) ** 2  # a share `DENSITY` of normal entries has a larger one
 REPEATS = 4
 
 
@@ -48,13 +49,13 @@ class Method(NamedTuple):
 def standard_methods(density: float) -> dict[str, Method]:
     """The settings of all public methods, by the labels under which their costs are kept."""
 
-    def maker(setting: Setting) -> Callable[[int], optax.GradientTransformationExtraArgs]:
-        return lambda parameters: setting(Workload(density, parameters))
+    def at_density(make: Make) -> Callable[[int], optax.GradientTransformationExtraArgs]:
+        return lambda parameters: make(Workload(density, parameters))
 
     return {
-        label: Method(maker(setting), row.sparse, row.squares)
+        label: Method(at_density(make), row.sparse, row.squares)
         for row in METHODS.values()
-        for label, setting in row.settings.items()
+        for label, make in row.settings.items()
     }
 
 
@@ -89,9 +90,10 @@ def measure(method: Method, settings: Iterable[tuple[int, int]] = MEASURED) -> C
     """The cost of one method, measured for each (parameters, workers) of `settings`."""
     points = []
     for parameters, workers in settings:
-        params = model_of(parameters)
-        transfers = transfers_of(method.make(parameters), params, workers, method.squares)
-        points.append((parameters, _arriving(transfers, workers), update_seconds(method, params, workers)))
+        tx, params = method.make(parameters), model_of(parameters)
+        transfers = transfers_of(tx, params, workers, method.squares)
+        seconds = update_seconds(tx, params, workers, method.squares)
+        points.append((parameters, _arriving(transfers, workers), seconds))
     return fit(points)
 
 
@@ -117,30 +119,24 @@ def fit(points: Iterable[tuple[float, float, float]]) -> Cost:
     return Cost(*map(float, best))
 
 
-def update_seconds(method: Method, params: PyTree, workers: int) -> float:
+def update_seconds(tx: optax.GradientTransformationExtraArgs, params: PyTree, workers: int, squares: bool) -> float:
     """Seconds of one update on this device: the shortest of `REPEATS` updates from the same state.
 
     The gradient is normal. The squares are such that a share `DENSITY` of the entries passes the variance criterion.
 
     Args:
-      method: the method.
+      tx: a transform made without axis names.
       params: arrays or `jax.ShapeDtypeStruct`s.
       workers: number of workers, simulated.
+      squares: whether `tx` takes `sum_grad_squared`.
     """
-    entries = sum(x.size for x in jax.tree.leaves(params))
-    tx = method.make(entries)
-    squares = max(NormalDist().inv_cdf(1 - DENSITY / 2), 1e-6) ** 2
 
     @jax.jit
     def start(key: Array, zeros: Array) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-        leaves, treedef = jax.tree.flatten(params)
-        keys = jax.random.split(key, len(leaves))
-        normal = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        gradient = jax.tree.unflatten(treedef, normal)
-        extra = {"sum_grad_squared": jax.tree.map(lambda x: jnp.full(x.shape, squares), params)}
+        gradient = optax.tree_utils.tree_random_like(key, params)
+        extra = {"sum_grad_squared": jax.tree.map(lambda x: jnp.full_like(x, SQUARE), gradient)} if squares else {}
         with simulated_workers(workers, zeros, []):  # the state of owners depends on how many there are
-            state = tx.init(gradient)
-        return gradient, state, extra if method.squares else {}
+            return gradient, tx.init(gradient), extra
 
     def update(gradient, state, extra, zeros):
         with simulated_workers(workers, zeros, []):

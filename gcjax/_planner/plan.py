@@ -40,11 +40,10 @@ def plan(
 ) -> Plan:
     """Predict the time of a training step with every method, to see which one pays, if any.
 
-    The transfers are read from the methods themselves, traced for that many workers. Forward and backward pass and
-    optimiser (`step_time`), compressing and decoding, and the transfers follow each other. Compressing and decoding
-    cost as measured on this device, by `gcjax.measure_costs` if it is not known yet. The model takes all workers to be
-    equally fast and payloads to be full, and knows nothing of accuracy. Predictions were compared with measurements of
-    up to 4 hosts; beyond, the plan says that it extrapolates, and it refuses more than 1,024 hosts.
+    The transfers are read from the methods themselves, traced for that many workers. A step is the sum of `step_time`,
+    of the seconds of compressing and decoding, as measured on this device, and of those of the transfers. All workers
+    are taken to be equally fast and payloads to be full; accuracy is not in the model. Predictions were compared with
+    measurements of up to 4 hosts: beyond, the plan says that it extrapolates, and it refuses more than 1,024 hosts.
 
     Args:
       params_or_size: the parameters, a pytree of arrays or `jax.ShapeDtypeStruct`s; or their number, such as 25_600_000
@@ -59,10 +58,9 @@ def plan(
         then share the work of one worker over the link between the hosts.
       inner_link: as `link`, with a latency of 5 microseconds.
       methods: names of those to compare ("variance", "top_k (two_phase)", "power_sgd rank 2" as in the table, but
-        without densities), None for all; or other methods by name, each a `gcjax.Method(make)`, where make(parameters)
-        returns a transform made without axis names. Of several capacities, the largest counts.
-      costs: a `gcjax.Cost` by the method's name, without its density, as `gcjax.measure_costs` returns; None for those
-        of this device.
+        without densities), None for all; or a `gcjax.Method` by its name. Of several capacities, the largest counts.
+      costs: a `gcjax.Cost` by the method's name, without its density; None for those of this device, by
+        `gcjax.measure_costs` if they are not known yet.
       progress: passed to `gcjax.measure_costs` if costs are measured.
 
     Returns:
