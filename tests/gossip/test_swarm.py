@@ -197,34 +197,3 @@ def test_non_finite_values_reach_only_the_partner(bad):
     )
     run.step(good)
     assert run.info().failures == 1
-
-
-@pytest.mark.full
-def test_pmap_and_two_axes_do_the_same():
-    tx = gossip.swarm_average(1, 8, key=KEY, axis_name="data")
-    params, run = dyadic(8), swarm(8, bits=8).restart()
-    single = {k: jnp.zeros(shape) for k, shape in SHAPES.items()}
-    state = jax.tree.map(lambda x: jnp.stack([x] * 8), tx.init(single))
-    mapped = jax.pmap(lambda p, s: tx.update(jax.tree.map(jnp.zeros_like, p), s, p), axis_name="data")
-    mesh = jax.make_mesh((2, 4), ("x", "y"), (jax.sharding.AxisType.Auto,) * 2)
-    both = gossip.swarm_average(1, 8, key=KEY, axis_name=("x", "y"))
-    over = P(("x", "y"))
-    specs = gcjax.state_specs(both.init(single))
-    state_both = gcjax.distribute(both.init(single), mesh)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(over, specs), out_specs=(over, specs))
-    def step(params, state):
-        own = jax.tree.map(lambda x: x[0], params)
-        updates, state = both.update(jax.tree.map(jnp.zeros_like, own), state, own)
-        return jax.tree.map(lambda x: x[None], updates), state
-
-    for _ in range(3):
-        updates, state = jax.block_until_ready(mapped(params, state))
-        updates_both, state_both = jax.block_until_ready(step(params, state_both))
-        new = run.step(params)
-        assert_same(jax.tree.map(np.asarray, updates), jax.tree.map(np.asarray, updates_both))
-        assert_same({k: x + updates[k] for k, x in params.items()}, new)
-        params = new
-    for got in (gcjax.info(state), gcjax.info(state_both)):
-        jax.tree.map(np.testing.assert_array_equal, got, run.info())

@@ -31,15 +31,6 @@ def test_the_threshold_is_the_quantile_within_sampling_error():
     assert abs(shares.mean() - DENSITY) < 5 * error / 4
 
 
-@pytest.mark.full
-def test_padding_does_not_dilute_the_sample():
-    bucket = bucket_of(*[33] * 2500)  # nearly half is padding
-    x = np.random.default_rng(1).normal(size=(2500, 33)).astype(np.float32)
-    threshold = drop._of_all(bucket.join(list(x)), jnp.int32(0), bucket, 0.05)
-    share = (np.abs(x) >= threshold).mean()
-    assert share == pytest.approx(0.05, abs=5 * (0.05 * 0.95 / (drop.SAMPLE * x.size / bucket.size)) ** 0.5)
-
-
 def test_layer_wise_thresholds_select_from_every_leaf():
     g = {"large": jnp.array([400.0, 100.0, 200.0, 300.0]), "small": jnp.array([1.0, -4.0, 3.0, 2.0])}
     sent = once(gcjax.contrib.drop_compress(0.25, capacity=32), g)
