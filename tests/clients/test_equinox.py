@@ -10,8 +10,7 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from loops import by_gradient, by_step
 
 import gcjax
 
@@ -54,26 +53,12 @@ def test_the_arrays_of_a_model_are_trained():
     def loss_fn(arrays, batch):
         return jnp.mean((combine(arrays, static)(batch[0]) - batch[1]) ** 2)
 
-    mesh, optimizer = mesh_of(4), optax.adam(1e-2)
-    value_and_grad = gcjax.compressed_value_and_grad(loss_fn, TX, mesh)
-
-    @jax.jit
-    def step(arrays, opt_state, compression, batch):
-        loss, grads, compression = value_and_grad(arrays, compression, batch)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return optax.apply_updates(arrays, updates), opt_state, compression, loss
-
-    opt_state, compression, losses = optimizer.init(arrays), value_and_grad.init(arrays), []
-    by_step = gcjax.make_train_step(loss_fn, optax.chain(TX, optax.adam(1e-2)), mesh)
-    state = by_step.init(arrays)
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    for _ in range(10):
-        arrays, opt_state, compression, loss = jax.block_until_ready(step(arrays, opt_state, compression, batch))
-        state, _ = by_step(state, batch)
-        losses.append(float(loss))
+    mesh, batches = mesh_of(4), [batch] * 10
+    trained, losses, _ = by_gradient(loss_fn, TX, optax.adam(1e-2), arrays, batches, mesh)
+    state, _ = by_step(loss_fn, optax.chain(TX, optax.adam(1e-2)), arrays, batches, mesh)
     assert losses[-1] < 0.9 * losses[0]
-    assert arrays.activation is None
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), arrays, state.params)
+    assert trained.activation is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), trained, state.params)
 
 
 @pytest.mark.parametrize(

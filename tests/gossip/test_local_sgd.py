@@ -140,7 +140,7 @@ def test_what_is_sent_arrives_and_what_is_not_is_kept(compressed):
         ]
         for k, x in zip(SHAPES, left, strict=True):
             anchor = np.asarray(state.method.anchor[k], np.float64)
-            np.testing.assert_allclose(params[k], np.broadcast_to(anchor, params[k].shape), atol=1e-6)
+            np.testing.assert_allclose(params[k], np.broadcast_to(anchor, params[k].shape), atol=5e-6)  # of 16
             np.testing.assert_allclose(x.reshape(SHAPES[k]) - anchor, wanted[k], atol=1e-5)
             assert np.abs(anchor).max() > 0.1
             assert np.abs(x).max() > 0.1

@@ -37,7 +37,7 @@ def test_nodes_agree_on_the_solution_of_all_data(algorithm, options):
     nodes = 9
     a, b = least_squares(nodes)
     best = np.linalg.lstsq(a.reshape(-1, SIZE).astype(np.float64), b.ravel(), rcond=None)[0]
-    count = 4000 if algorithm == "swarm" else 1000
+    count = 2000 if algorithm == "swarm" else 1000
     tx = optax.sgd(lambda k: 0.2 / (1 + k / 20))  # falls as 1 / k: nodes with fewer steps make larger ones
     curves = simulate(data=(a, b), nodes=nodes, steps=count, algorithm=algorithm, tx=tx, **options)
     apart = np.linalg.norm(b - a @ best, axis=1).min()

@@ -8,6 +8,7 @@ import pytest
 from harness import Runner, residuals
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from loops import by_gradient, by_step
 from rows import methods, name_of
 from selection import cases
 from wire import along
@@ -227,32 +228,16 @@ def squares_loss(params, batch):
 
 def clipped_by_step(compress, mesh, axis_name, optimiser, **options):
     tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05), optimiser)
-    step = gcjax.make_train_step(squares_loss, tx, mesh, axis_name=axis_name, **options)
-    start, batches = start_and_batches()
-    state, norms = step.init(start), []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        norms.append(float(metrics.grad_norm))
-    return jax.device_get(state.params), norms, state
+    state, metrics = by_step(squares_loss, tx, *start_and_batches(), mesh, axis_name=axis_name, **options)
+    return jax.device_get(state.params), [float(one.grad_norm) for one in metrics], state
 
 
-def clipped_by_gradient(compress, mesh, optimiser, **options):
+def clipped_by_gradient(compress, mesh, optimiser, specs):
     tx = optax.chain(CLIPPED[compress](axis_name="slow"), optax.clip_by_global_norm(0.05))
-    fn = gcjax.compressed_value_and_grad(squares_loss, tx, mesh, axis_name="slow", **options)
     start, batches = start_and_batches()
-    params = jax.device_put(start, jax.tree.map(lambda s: jax.NamedSharding(mesh, s), options["param_specs"]))
-
-    @jax.jit
-    def step(params, state, compression, batch):
-        _, grads, compression = fn(params, compression, batch)
-        updates, state = optimiser.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, compression
-
-    state, compression = optimiser.init(params), fn.init(params)
-    for batch in batches:
-        batch = jax.device_put(batch, jax.NamedSharding(mesh, P("slow")))
-        params, state, compression = step(params, state, compression, batch)
-    return jax.device_get(params)
+    start = jax.device_put(start, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+    options = {"axis_name": "slow", "param_specs": specs}
+    return jax.device_get(by_gradient(squares_loss, tx, optimiser, start, batches, mesh, **options)[0])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -269,7 +254,7 @@ def test_clipping_by_the_global_norm_takes_shards_for_the_whole(compress, kind):
     assert state.opt_state[2][0].trace["v"].sharding.shard_shape((12, 24)) == (12, 6)
     assert state.params["v"].sharding.shard_shape((12, 24)) == (12, 6)
     if kind == AxisType.Auto:
-        found = clipped_by_gradient(compress, mesh, MOMENTUM, param_specs=specs)
+        found = clipped_by_gradient(compress, mesh, MOMENTUM, specs)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), found, expected)
 
 

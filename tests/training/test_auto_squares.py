@@ -155,9 +155,9 @@ def test_without_squares_the_gradients_own_square_stands_for_them():
     tx, gradient = gcjax.variance_compress(alpha=1.5, capacity=64, decay=0.9), jnp.arange(1.0, 5.0)
 
     def run(**extra):
-        state = tx.init(gradient)
+        state, step = tx.init(gradient), jax.jit(tx.update)
         for _ in range(2):  # nothing passes in the first
-            updates, state = tx.update(gradient, state, **extra)
+            updates, state = step(gradient, state, **extra)
         return updates
 
     with pytest.warns(gcjax.MissingSquaresWarning):

@@ -12,6 +12,7 @@ import pytest
 from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from loops import by_gradient, by_step
 from rows import methods
 from selection import cases
 from wire import along
@@ -45,36 +46,20 @@ def on(mesh, tree, spec):
     return jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), spec))
 
 
-def trained(fn, mesh, params, batches, inside=False):
-    """Parameters after steps of a jitted loop with the optimiser outside, on global arrays; and the last state."""
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def train_step(params, opt_state, compression, batch):
-        loss, grads, compression = fn(params, compression, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, compression, loss
-
+def trained(loss, tx, mesh, params, inside=False, **options):
+    """The parameters and the loss after three steps under `jax.jit`; and what the compressor counted."""
+    batches = [batch_of(16, seed) for seed in range(3)]
     with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
-        compression, opt_state = fn.init(params), optimizer.init(params)
-        for batch in batches:
-            batch = on(mesh, batch, P("data"))
-            params, opt_state, compression, loss = jax.block_until_ready(
-                train_step(params, opt_state, compression, batch)
-            )
-        info = gcjax.info(compression)
-    return jax.tree.map(np.asarray, (params, loss)), info
+        params, losses, state = by_gradient(loss, tx, optax.adam(1e-2), params, batches, mesh, **options)
+        return jax.tree.map(np.asarray, (params, losses[-1])), gcjax.info(state)
 
 
 @functools.cache
 def expected(compress):
     """The same steps by `make_train_step`, on four workers."""
     tx = optax.chain(compress("data"), optax.adam(1e-2))
-    step = gcjax.make_train_step(loss_fn, tx, mesh_of(4))
-    state = step.init(params_of())
-    for seed in range(3):
-        state, metrics = step(state, batch_of(16, seed))
-    return jax.tree.map(np.asarray, state.params), np.mean(metrics.loss), gcjax.info(state.opt_state)
+    state, metrics = by_step(loss_fn, tx, params_of(), [batch_of(16, seed) for seed in range(3)], mesh_of(4))
+    return jax.tree.map(np.asarray, state.params), np.mean(metrics[-1].loss), gcjax.info(state.opt_state)
 
 
 def variance(axis):
@@ -84,9 +69,7 @@ def variance(axis):
 @cases(("kind", "inside"), itertools.product((AUTO, EXPLICIT), (True, False)), default=1)
 def test_a_jitted_loop_takes_the_steps_of_make_train_step(kind, inside):
     mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
-    fn = gcjax.compressed_value_and_grad(loss_fn, variance("data"), mesh)
-    params = on(mesh, params_of(), P())
-    (params, loss), info = trained(fn, mesh, params, [batch_of(16, seed) for seed in range(3)], inside)
+    (params, loss), info = trained(loss_fn, variance("data"), mesh, on(mesh, params_of(), P()), inside)
     want, want_loss, want_info = expected(variance)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, want)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
@@ -99,9 +82,7 @@ def test_axes_that_shard_parameters_are_left_to_jax(kinds, inside):
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
     loss = functools.partial(loss_fn, out_sharding=P() if kinds[1] == EXPLICIT else None)
     tx = gcjax.dense_compress(axis_name="data")
-    fn = gcjax.compressed_value_and_grad(loss, tx, mesh, param_specs=SPECS)
-    params = on(mesh, params_of(), SPECS)
-    (params, _), info = trained(fn, mesh, params, [batch_of(16, seed) for seed in range(3)], inside)
+    (params, _), info = trained(loss, tx, mesh, on(mesh, params_of(), SPECS), inside, param_specs=SPECS)
     want, _, _ = expected(lambda axis: gcjax.dense_compress(axis_name=axis))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, want)
     assert len(info.sent) == 8  # each shard of each worker for itself

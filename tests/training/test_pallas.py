@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -71,20 +72,15 @@ COMPRESSORS = {
 
 def by_step(loss, tx, mesh=None, **options):
     """The parameters after three steps, the losses of the last one, and what was sent."""
-    step = gcjax.make_train_step(loss, optax.chain(tx, optax.adam(1e-2)), mesh or mesh_of(WORKERS), **options)
-    state = step.init(PARAMS)
-    for _ in range(3):
-        state, metrics = step(state, X)
-    return state.params, metrics.loss, gcjax.info(state.opt_state).sent
+    chain = optax.chain(tx, optax.adam(1e-2))
+    state, metrics = loops.by_step(loss, chain, PARAMS, [X] * 3, mesh or mesh_of(WORKERS), **options)
+    return state.params, metrics[-1].loss, gcjax.info(state.opt_state).sent
 
 
 def by_gradient(loss, tx, mesh=None, **options):
-    fn = gcjax.compressed_value_and_grad(loss, tx, mesh or mesh_of(WORKERS), **options)
-    params, state = PARAMS, fn.init(PARAMS)
-    for _ in range(3):
-        value, grads, state = jax.block_until_ready(jax.jit(fn)(params, state, X))
-        params = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
-    return params, value, gcjax.info(state).sent
+    mesh = mesh or mesh_of(WORKERS)
+    params, losses, state = loops.by_gradient(loss, tx, optax.sgd(0.1), PARAMS, [X] * 3, mesh, **options)
+    return params, losses[-1], gcjax.info(state).sent
 
 
 def assert_trains_alike(train, method, **options):
@@ -124,12 +120,14 @@ def test_mistakes_beside_a_kernel_are_found():
     tx = COMPRESSORS["top_k"]()
     with pytest.raises(ValueError, match="sums over its samples"):
         by_step(lambda params, x: len(x) * kernel_loss(params, x), tx, check_vma=False)
-    some = optax.masked(tx, {name: name != "out" for name in PARAMS})
+    some = optax.chain(optax.masked(tx, {name: name != "out" for name in PARAMS}), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"the update of params\['out'\] differs between workers"):
-        by_step(kernel_loss, some, check_vma=False)
+        loops.by_step(kernel_loss, some, PARAMS, [X], mesh_of(WORKERS), check_vma=False)
     with pytest.raises(ValueError, match=r"opt_state\[0\]\[0\].trace\['k'\] would differ between workers"):
         by_step(kernel_loss, optax.chain(optax.trace(0.9), tx), check_vma=False)
-    with pytest.raises(ValueError, match=r"along \['data'\] different: its compressor must name"):
+    with pytest.raises(
+        ValueError, match=r"would differ between workers along \['data'\].*averages over the axes in its axis_name"
+    ):
         by_gradient(kernel_loss, gcjax.top_k_compress(0.25), check_vma=False)
 
 
