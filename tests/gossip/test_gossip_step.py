@@ -8,6 +8,7 @@ import pytest
 from gossip_workers import KEY, least_squares, loss_fn, partner_of
 from harness import mesh_of
 from jax.sharding import PartitionSpec as P
+from loops import by_step
 
 import gcjax
 from gcjax import gossip
@@ -107,14 +108,6 @@ TRANSFORMS = {
 }
 
 
-def steps_of(step, params, batches, **init):
-    state, metrics = step.init(params, **init), []
-    for batch in batches:
-        state, one = step(state, batch)
-        metrics.append(jax.device_get(one))
-    return state, metrics
-
-
 def batches_of(count=5):
     x, y, _ = least_squares()
     x, y = x.reshape(-1, 5), y.reshape(-1)
@@ -124,14 +117,10 @@ def batches_of(count=5):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_worker_of_several_chips_takes_the_steps_of_one_with_the_joint_batch(name):
     cities = jax.make_mesh((4, 2), ("city", "chip"))
-    chain = optax.chain(optax.adam(0.02), TRANSFORMS[name]("city"))
-    both = gcjax.make_train_step(loss_fn, chain, cities, axis_name=("city", "chip"), accumulate=2)
-    state, found = steps_of(both, {"w": jnp.ones(5)}, batches_of())
-    chain = optax.chain(optax.adam(0.02), TRANSFORMS[name]("city"))
     mesh = jax.make_mesh((4,), ("city",), devices=jax.devices()[:4])
-    expected, wanted = steps_of(
-        gcjax.make_train_step(loss_fn, chain, mesh, axis_name="city"), {"w": jnp.ones(5)}, batches_of()
-    )
+    given = (loss_fn, optax.chain(optax.adam(0.02), TRANSFORMS[name]("city")), {"w": jnp.ones(5)}, batches_of())
+    state, found = by_step(*given, cities, axis_name=("city", "chip"), accumulate=2)
+    expected, wanted = by_step(*given, mesh, axis_name="city")
     np.testing.assert_allclose(state.params.stacked()["w"], expected.params.stacked()["w"], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(found[-1].loss.reshape(4, 2).mean(1), wanted[-1].loss, rtol=1e-4)
     np.testing.assert_allclose(found[-1].grad_norm, wanted[-1].grad_norm, rtol=1e-4)
@@ -145,8 +134,8 @@ def test_frozen_parameters_and_auxiliary_output_work_with_gossip():
         return loss_fn(params, batch) + params["b"] * jax.random.normal(key), {"n": jnp.sum(params["b"])}
 
     tx = optax.chain(optax.adam(0.02), gossip.local_sgd(2, **DILOCO, axis_name="data"))
-    step = gcjax.make_train_step(loss, tx, mesh_of(8), has_aux=True, trainable={"w": True, "b": False}, accumulate=2)
-    state, metrics = steps_of(step, {"w": jnp.zeros(5), "b": jnp.float32(2)}, batches_of(), key=KEY)
+    start, options = {"w": jnp.zeros(5), "b": jnp.float32(2)}, {"trainable": {"w": True, "b": False}, "accumulate": 2}
+    state, metrics = by_step(loss, tx, start, batches_of(), mesh_of(8), key=KEY, has_aux=True, **options)
     np.testing.assert_array_equal(state.params.stacked()["b"], np.full(8, 2))
     np.testing.assert_array_equal(metrics[-1].aux["n"], np.full(8, 2))
     assert (state.params.stacked()["w"] != 0).all()
@@ -201,7 +190,7 @@ def test_a_worker_that_skips_an_update_between_exchanges_stays_where_it_was():
 def test_the_norm_of_each_workers_gradient_is_reported():
     tx = optax.chain(optax.sgd(0.02), gossip.local_sgd(3, axis_name="data"))
     batch = batches_of()[0]
-    _, metrics = steps_of(gcjax.make_train_step(loss_fn, tx, mesh_of(4)), {"w": jnp.ones(5)}, [batch])
+    _, metrics = by_step(loss_fn, tx, {"w": jnp.ones(5)}, [batch], mesh_of(4))
     parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
     grads = jax.vmap(jax.grad(lambda w, x, y: loss_fn({"w": w}, (x, y))), (None, 0, 0))(jnp.ones(5), *parts)
     np.testing.assert_allclose(metrics[0].grad_norm, jnp.linalg.norm(grads, axis=1), rtol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 from graph_cases import DIRECTED, HYPERCUBE, STAR, UNDIRECTED, edges, one_way
 
 from gcjax.gossip import spectral_gap
-from gcjax.gossip._graphs import adjacency, check_graph, mixing_matrix
+from gcjax.gossip._graphs import adjacency, mixing_matrix
 
 
 def pairs_of(graph, n):
@@ -68,14 +68,6 @@ def test_spectral_gaps_match_formulas():
 def test_bad_graphs_raise(graph, n, error, message):
     with pytest.raises(error, match=message):
         adjacency(graph, n)
-
-
-@pytest.mark.parametrize(
-    "graph", ["rng", edges((0, 1), (2, 3)), np.eye(4, dtype=bool), np.eye(3), np.array(True), None]
-)
-def test_bad_graphs_raise_before_size_is_known(graph):
-    with pytest.raises((ValueError, TypeError)):
-        check_graph(graph)
 
 
 def test_weights_of_an_irregular_directed_graph_raise():

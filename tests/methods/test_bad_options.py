@@ -108,4 +108,4 @@ def test_a_traced_density_is_named_with_the_cure(name):
     with pytest.raises(TypeError, match=rf"density .*cannot be traced.*{cure}"):
         jax.jit(lambda density: make(density=density).init(jnp.zeros(8)))(0.5)
     tx = make(density=np.float32(0.5))  # a scalar whose value is known
-    assert np.isfinite(tx.update(jnp.arange(8.0), tx.init(jnp.zeros(8)))[0]).all()
+    assert np.isfinite(jax.jit(tx.update)(jnp.arange(8.0), tx.init(jnp.zeros(8)))[0]).all()

@@ -6,10 +6,10 @@ import optax
 import gcjax
 
 
-def by_step(loss_fn, tx, params, batches, mesh, **options):
+def by_step(loss_fn, tx, params, batches, mesh, *, key=None, **options):
     """The last state and every step's metrics."""
     step = gcjax.make_train_step(loss_fn, tx, mesh, **options)
-    state, metrics = step.init(params), []
+    state, metrics = step.init(params, key=key), []
     for batch in batches:
         state, one = step(state, batch)
         metrics.append(one)

@@ -13,18 +13,18 @@ WORKERS, STEPS = 4, 1500
 SHAPES = {"matrix": (12, 9), "kernel": (3, 5, 8), "vector": (33,), "scalar": ()}
 
 
-def problem(shapes, seed=0):
+def problem():
     """Worker w has the loss sum h_w (x - c_w)^2 / 2. Returns curvatures, centres and the optimum of the mean loss."""
-    rng = np.random.default_rng(seed)
-    curvature = {k: rng.uniform(0.5, 2.0, (WORKERS, *s)).astype(np.float32) for k, s in shapes.items()}
-    centre = {k: rng.normal(size=(WORKERS, *s)).astype(np.float32) * 2 for k, s in shapes.items()}
-    optimum = {k: (curvature[k] * centre[k]).sum(0) / curvature[k].sum(0) for k in shapes}
+    rng = np.random.default_rng(0)
+    curvature = {k: rng.uniform(0.5, 2.0, (WORKERS, *s)).astype(np.float32) for k, s in SHAPES.items()}
+    centre = {k: rng.normal(size=(WORKERS, *s)).astype(np.float32) * 2 for k, s in SHAPES.items()}
+    optimum = {k: (curvature[k] * centre[k]).sum(0) / curvature[k].sum(0) for k in SHAPES}
     return curvature, centre, optimum
 
 
-def distance_after_training(tx, steps=STEPS, shapes=SHAPES):
+def distance_after_training(tx, steps=STEPS):
     """Distance of the trained parameters to the optimum, relative to that of the start, which is 0."""
-    curvature, centre, optimum = problem(shapes)
+    curvature, centre, optimum = problem()
     mesh = mesh_of(WORKERS)
     params = jax.tree.map(jnp.zeros_like, optimum)
     opt_state = gcjax.distribute(tx.init(params), mesh)

@@ -230,23 +230,6 @@ def test_one_sample_per_worker_is_not_compared():
     assert np.isfinite(metrics.loss).all()
 
 
-def test_only_the_first_step_is_checked():
-    traces = []
-
-    def counted(params, batch):
-        traces.append(None)
-        return plain_loss(params, batch)
-
-    params = Net().init(jax.random.key(0), jnp.zeros((2, 6)))["params"]
-    tx = optax.chain(gcjax.dense_compress(axis_name="data"), optax.sgd(0.1))
-    step = gcjax.make_train_step(counted, tx, mesh_of(4), moments=None)
-    state, _ = step(step.init(params), BATCH)
-    first = len(traces)
-    for _ in range(3):
-        state, _ = step(state, BATCH)
-    assert len(traces) == first
-
-
 @pytest.mark.parametrize("layout", ["gathered", "model"])
 @pytest.mark.parametrize("reduce", [jnp.mean, jnp.sum])
 def test_losses_over_sharded_parameters_are_checked(layout, reduce):

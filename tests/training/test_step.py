@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from harness import mesh_of
-from jax.sharding import PartitionSpec as P
 from rows import methods
 from selection import cases
 
@@ -247,21 +246,6 @@ def test_two_compressors_of_different_axes_are_two_levels():
     mesh = jax.make_mesh((2, 2), ("slow", "fast"))
     tx = optax.chain(*(gcjax.dense_compress(axis_name=axis) for axis in ("fast", "slow")), optax.sgd(0.1))
     gcjax.make_train_step(loss_fn, tx, mesh, axis_name=("slow", "fast")).init(PARAMS)
-
-
-def test_local_gradients_are_not_summed():
-    def loss(w, x):
-        return jnp.sum(w * x)
-
-    def both(w, x):
-        own = gcjax.local_gradients(jax.grad(loss), "data")(w, x[0])
-        return own[None], jax.grad(loss)(w, x[0])
-
-    x = np.arange(8, dtype=np.float32)[:, None]
-    run = jax.shard_map(both, mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=(P("data"), P()))
-    own, summed = jax.jit(run)(jnp.ones(1), x)
-    np.testing.assert_array_equal(own, x)
-    assert float(summed[0]) == 28.0
 
 
 @pytest.mark.parametrize("row", ["dense", "top_k"])

@@ -11,9 +11,9 @@ from rows import SHAPES, Row
 SEED = 3
 
 
-def first_factor(leaf, step, rank, columns, seed=SEED):
+def first_factor(leaf, step, rank, columns):
     """The Q (columns, rank) that is drawn for a leaf in its first compressed step."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), leaf)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), leaf)
     return np.asarray(jax.random.normal(key, (rank, columns)), np.float64).T
 
 
@@ -30,10 +30,10 @@ def orthogonalised(p):
 class PowerSGDOracle:
     """Algorithms 1 and 2 of the paper, in float64, one matrix at a time."""
 
-    def __init__(self, workers, sizes, rank, shapes=None):
+    def __init__(self, workers, sizes, rank=2):
         self.rank, self.steps = rank, 0
         self.shapes = []
-        for shape, size in zip(SHAPES.values() if shapes is None else shapes, sizes, strict=True):
+        for shape, size in zip(SHAPES.values(), sizes, strict=True):
             m = shape[-1] if shape else 1
             n = size // m
             self.shapes.append((n, m) if size >= 2 * rank * (n + m) else None)
@@ -70,16 +70,12 @@ def make(axis_name=None, **more):
     return gcjax.power_sgd_compress(rank=2, key=jax.random.key(SEED), axis_name=axis_name, **more)
 
 
-def make_oracle(workers, sizes):
-    return PowerSGDOracle(workers, sizes, rank=2)
-
-
 ROWS = [
     Row(
         "power_sgd-rank2",
         "power_sgd_compress",
         make,
-        make_oracle,
+        PowerSGDOracle,
         conserves=True,
         rtol=1e-5,
         wire=frozenset({"s32", "f32"}),
