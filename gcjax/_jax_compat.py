@@ -170,11 +170,16 @@ def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
 
 def constrain(tree: PyTree, sharding: jax.sharding.NamedSharding) -> PyTree:
     """Lay arrays out as `sharding` says, inside jit. On a mesh that has explicit axes, along those axes only."""
-    explicit = _explicit_axes(sharding.mesh)
-    if not explicit:
+    if not _explicit_axes(sharding.mesh):
         return lax.with_sharding_constraint(tree, sharding)
+    return jax.reshard(tree, explicit_part(sharding))
+
+
+def explicit_part(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """The sharding along the explicit axes of its mesh alone, which is all that the types of arrays say."""
+    explicit = _explicit_axes(sharding.mesh)
     entries = (tuple(name for name in _names(entry) if name in explicit) for entry in sharding.spec)
-    return jax.reshard(tree, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*entries)))
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*entries))
 
 
 def _explicit_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> set[str]:

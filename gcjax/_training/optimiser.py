@@ -1,5 +1,6 @@
 """One update of the optimiser, on one device or split in two where parameters are sharded, with its results checked."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from gcjax._core.chain import noting_means, replaying
 from gcjax._core.per_worker import is_per_worker
 from gcjax._core.state import is_compress_state
-from gcjax._jax_compat import constrain, equal_everywhere, vary, varying_axes
+from gcjax._jax_compat import constrain, equal_everywhere, explicit_part, vary, varying_axes
 from gcjax._training.bad_steps import bad_flags
 from gcjax._training.sharding import is_spec, state_specs
 from gcjax._types import Array, PyTree
@@ -57,8 +58,9 @@ def update_with(
     """
     with noting_means() as means:
         updates, new = _update(tx, grad, opt_state, params, extra)
-    _check_state(opt_state, new, params)
+    _check_axes(opt_state, new)
     _check_updates(updates, params)
+    _check_state(opt_state, new, params)
     return Updated(updates, new, means)
 
 
@@ -208,7 +210,8 @@ def update_whole(
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), leaf_specs, is_leaf=is_spec)
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if explicit:
-        update = jax.sharding.auto_axes(update, axes=tuple(explicit), out_sharding=shardings)
+        out_sharding = jax.tree.map(explicit_part, shardings)
+        update = jax.sharding.auto_axes(update, axes=tuple(explicit), out_sharding=out_sharding)
     updates, new = update(compressed.means, opt_state, params, extra)
     if not explicit:
         updates, new = jax.tree.map(constrain, (updates, new), shardings)
@@ -233,22 +236,31 @@ def _check_updates(updates: PyTree, params: PyTree) -> None:
             )
 
 
-def _check_state(old: PyTree, new: PyTree, params: PyTree) -> None:
-    """Raise ValueError if state would differ along axes that its transform does not name."""
-    before, shards = jax.tree.leaves(old, is_leaf=is_per_worker), varying_axes(params)
-    for (path, after), x in zip(jax.tree_util.tree_leaves_with_path(new, is_leaf=is_per_worker), before, strict=True):
-        per_worker = is_per_worker(after)
-        axes = sorted(varying_axes(after) - varying_axes(x) - (frozenset() if per_worker else shards))
-        if not axes:
-            continue
-        where = f"opt_state{jax.tree_util.keystr(path)} would differ between workers along {axes}"
-        if per_worker:
+def _check_axes(old: PyTree, new: PyTree) -> None:
+    """Raise ValueError if state per worker would differ along axes that its transform does not name."""
+    for where, before, after in _pairs(old, new):
+        if is_per_worker(after) and (axes := sorted(varying_axes(after) - varying_axes(before))):
             raise ValueError(
-                f"{where}, which its transform does not name. A compressor averages over the axes in its axis_name, "
-                "and those of a fast link in its inner_axis_name: together they must be all axes of the workers along "
-                "which no parameter is sharded"
+                f"{where} would differ between workers along {axes}, which its transform does not name. A compressor "
+                "averages over the axes in its axis_name, and those of a fast link in its inner_axis_name: together "
+                "they must be all axes of the workers along which no parameter is sharded"
             )
-        raise ValueError(
-            f"{where}: a transform with state stands before the compressor and sees each worker's own gradient. Put it "
-            "after the compressor, or wrap it in gcjax.local_transform"
-        )
+
+
+def _check_state(old: PyTree, new: PyTree, params: PyTree) -> None:
+    """Raise ValueError if other state would differ between workers."""
+    shards = varying_axes(params)
+    for where, before, after in _pairs(old, new):
+        if not is_per_worker(after) and (axes := sorted(varying_axes(after) - varying_axes(before) - shards)):
+            raise ValueError(
+                f"{where} would differ between workers along {axes}: a transform with state stands before the "
+                "compressor and sees each worker's own gradient. Put it after the compressor, or wrap it in "
+                "gcjax.local_transform"
+            )
+
+
+def _pairs(old: PyTree, new: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
+    """Name, old and new value of each leaf of an optimiser's state, and of each node of `PerWorker`."""
+    before = jax.tree.leaves(old, is_leaf=is_per_worker)
+    for (path, after), x in zip(jax.tree_util.tree_leaves_with_path(new, is_leaf=is_per_worker), before, strict=True):
+        yield f"opt_state{jax.tree_util.keystr(path)}", x, after
