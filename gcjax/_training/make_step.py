@@ -32,8 +32,8 @@ def make_train_step(
     """A data-parallel training step: `jax.jit` of `jax.shard_map` over `mesh`, the state donated.
 
     A bad step, in which the gradient of some worker is not finite, is skipped whole, bit for bit: only `step`,
-    `skipped` and the compressor's count of steps advance. With a transform of `gcjax.gossip` at the end of `tx` every
-    worker has parameters of its own (`TrainState.params` is a `PerWorker`), skips its own bad updates, and still
+    `skipped` and the compressor's count of skipped steps advance. With a transform of `gcjax.gossip` at the end of `tx`
+    every worker has parameters of its own (`TrainState.params` is a `PerWorker`), skips its own bad updates, and still
     exchanges. A worker's `model_state` also stays if one of its entries would become non-finite.
 
     Args:
