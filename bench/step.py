@@ -224,14 +224,15 @@ def jax_job(job: dict) -> dict:
     refill = jax.jit(lambda old, new: jax.tree.map(lambda a, b: a * 0 + b, old, new), donate_argnums=0)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
-    state = tx.init(gradient)
+    start = tx.init(gradient)
+    state = copy(start)
     begin = time.perf_counter()
     compiled = step.lower(gradient, squares, state).compile()
     compile_s = time.perf_counter() - begin
     g, s, r, v = copy(gradient), squares, zero(copy(gradient)), zero(copy(gradient))
     steps, passes = [], []
     for turn in range(WARM_UP + job["repeats"]):
-        state, g = jax.block_until_ready((zero(state), refill(g, gradient)))
+        state, g = jax.block_until_ready((refill(state, start), refill(g, gradient)))
         begin = time.perf_counter()
         r, v = jax.block_until_ready(add(r, v, g, s))
         middle = time.perf_counter()
