@@ -1,4 +1,1 @@
-"""The core: what a compressor is, how it becomes an optax transform, and what its state says.
-
-Imports `_kernels` and `_comm`.
-"""
+"""The core: the protocol of a method, how it becomes an optax transform, and the state and report of that."""

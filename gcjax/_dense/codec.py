@@ -51,10 +51,6 @@ class CodecState:
         own = jnp.broadcast_to(self.error, self.bucket.shape)
         return own if self.owned is None else own + self.owned.residual()
 
-    @property
-    def has_feedback(self) -> bool:
-        return self.error.shape == self.bucket.shape
-
     def mixed(self, mixing: Mixing) -> "CodecState":
         """See `gcjax._core.mixing`. Where the method has no feedback, what no owner holds any more is lost."""
         error, owned = mixing.means(self.error), self.owned

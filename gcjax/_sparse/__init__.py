@@ -1,4 +1,1 @@
-"""Sparse messages: value codes, slots, selection of entries, the exchange, and the state of a sparse method.
-
-Imports `_kernels`, `_comm` and `_core`.
-"""
+"""Sparse messages: value codes, slots, selection of entries, the exchange, and the state of a sparse method."""

@@ -1,7 +1,7 @@
 """How the values of sparse entries become a few bits, and back.
 
 Codes that are relative to a scale get one scale per leaf, sent once in the header: the bits of the largest selected
-magnitude, rounded up to what `scale_bits` can hold.
+magnitude, or its exponent alone.
 """
 
 from collections.abc import Callable

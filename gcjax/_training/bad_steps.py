@@ -14,6 +14,7 @@ from gcjax._core.own_models import is_gossip_state
 from gcjax._core.state import compress_states, is_compress_state
 from gcjax._jax_compat import equal_everywhere, varying_axes
 from gcjax._types import Array, ArrayLike, PyTree
+from gcjax._xla import kept_unless
 
 STEPS_AHEAD = 8  # that the host may be: a call looks at the result of the step before so many others
 
@@ -56,7 +57,7 @@ def kept_state(flags: list[Array], old: PyTree, new: PyTree) -> PyTree:
         if not is_compress_state(y):
             return jnp.where(bad, x, y)
         reported = next(own)
-        return y if len(flags) == 1 else where_good(bad & ~reported, x, y)
+        return y if len(flags) == 1 else kept_unless(~bad | reported, y, x)
 
     return jax.tree.map(kept, old, new, is_leaf=lambda node: is_compress_state(node) or is_gossip_state(node))
 
@@ -64,11 +65,6 @@ def kept_state(flags: list[Array], old: PyTree, new: PyTree) -> PyTree:
 def any_of(flags: list[Array]) -> Array:
     """Whether any flag is set: bool[]."""
     return jnp.any(jnp.stack(flags)) if flags else jnp.bool_(False)
-
-
-def where_good(bad: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`new`, or `old` after a bad step."""
-    return jax.tree.map(lambda x, y: jnp.where(bad, x, y), old, new)
 
 
 def is_spoilt(old: PyTree, new: PyTree) -> Array:

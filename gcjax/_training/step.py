@@ -15,7 +15,7 @@ from gcjax._core.own_models import gossip_states, own_axes, own_value, pack_leav
 from gcjax._core.per_worker import PerWorker
 from gcjax._core.state import compress_states
 from gcjax._jax_compat import constrain, without_mesh_types
-from gcjax._training.bad_steps import any_of, bad_flags, is_finite, is_spoilt, kept_state, where_good
+from gcjax._training.bad_steps import any_of, bad_flags, is_finite, is_spoilt, kept_state
 from gcjax._training.call_checks import CallChecks, check_batch, check_state
 from gcjax._training.checks import check_start
 from gcjax._training.frozen import merge_params, of_trained, split_by
@@ -25,6 +25,7 @@ from gcjax._training.loss_check import check_comparison, gradients_to_compare
 from gcjax._training.optimiser import Compressed, compress_shards, norm_of, per_worker_specs, update_whole, update_with
 from gcjax._training.sharding import distribute, init_sharded, is_spec, on_mesh, sharding_axes, state_specs
 from gcjax._types import Array, PyTree
+from gcjax._xla import kept_unless
 
 Result = TypeVar("Result")
 
@@ -241,10 +242,9 @@ class TrainStep:
         bad = any_of(flags)
         params, frozen = self._split(state.params)
         moved = optax.apply_updates(params, updates)
-        if not gossip_states(
-            opt_state
-        ):  # their updates are those of an exchange, without the worker's own if it is bad
-            moved = where_good(bad, params, moved)
+        # The updates of gossip are those of an exchange, without the worker's own if it is bad.
+        if not gossip_states(opt_state):
+            moved = kept_unless(~bad, moved, params)
         return TrainState(
             step=state.step + 1,
             params=merge_params(moved, frozen),
@@ -258,7 +258,7 @@ class TrainStep:
         if found.model_state is None:
             return None
         bad = any_of(flags) | is_spoilt(found.old_model_state, found.model_state)
-        return PerWorker.pack(where_good(bad, found.old_model_state, found.model_state), self._axes)
+        return PerWorker.pack(kept_unless(~bad, found.model_state, found.old_model_state), self._axes)
 
     def _gradient(self, state: TrainState, batch: PyTree) -> Worker:
         """One device's loss and gradient, averaged over the axes inside of which parameters are sharded or equal.

@@ -75,12 +75,15 @@ def test_without_a_readable_checkpoint_nothing_is_restored(folder, tmp_path):
 def test_orbax_does_not_notice_a_flipped_bit_of_an_array(folder):
     """As examples/README.md says. If this fails, Orbax has learned to, and the README may promise more."""
     path = arrays(folder / "8")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    rows, step = resume(folder)
-    assert step == 8
-    assert 0 < (rows != make_state(8)["rows"]).sum() < 10
+    content = path.read_bytes()
+    silent = 0
+    for part in range(1, 8):  # some bits are noticed: those of the file's own index, for one
+        damaged = bytearray(content)
+        damaged[part * len(content) // 8] ^= 1
+        path.write_bytes(damaged)
+        rows, step = resume(folder)
+        silent += step == 8 and (rows != make_state(8)["rows"]).any()
+    assert silent > 0
 
 
 def test_another_run_is_neither_overwritten_nor_continued(folder):
