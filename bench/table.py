@@ -140,7 +140,11 @@ def rows() -> dict[str, Row]:
         "capacity N/2, alpha 0.25": variant("variance(alpha=0.25, capacity=0.5)"),
         "all-gather": variant("variance(alpha=0.5, transport='all_gather')"),
         "words": variant("variance(alpha=0.5, transport='all_gather', wire='word')"),
-        "4 microbatches": variant("variance(alpha=1.5)", options="--squares microbatches"),
+        "all samples 0.5": variant("variance(alpha=0.5)", options="--squares samples"),
+        "all samples": variant("variance(alpha=1.5)", options="--squares samples"),
+        "all samples 0.5 to 8": variant("variance(alpha=(0.5, 8))", options="--squares samples"),
+        "4 groups": variant("variance(alpha=1.5)", options="--squares 4"),
+        "16 groups": variant("variance(alpha=1.5)", options="--squares 16"),
         "squared batch gradient": variant("variance(alpha=1.5)", options="--squares batch"),
     }
 

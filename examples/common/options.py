@@ -14,7 +14,6 @@ import optax
 import gcjax
 from common.cli import Parser, Problem, above_zero, from_zero
 
-MICROBATCHES = 4  # parts of a worker's batch that --squares microbatches looks at
 SCHEDULES = ("halve", "steps", "cosine")
 MethodChoice = tuple[str, dict[str, Any]]  # name without `_compress`, options
 
@@ -51,6 +50,15 @@ def parse_method(text: str) -> MethodChoice:
     if unknown := set(options) - known:
         raise argparse.ArgumentTypeError(f"{name} has no option {min(unknown)!r}; it has {', '.join(sorted(known))}")
     return name, options
+
+
+def parse_squares(text: str) -> str | int:
+    """Parse `--squares`; ArgumentTypeError if it is neither a word that it knows nor a number of at least 2."""
+    if text in ("auto", "samples", "batch"):
+        return text
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"must be auto, samples, batch or a number of at least 2, got {text!r}")
+    return int(text)
 
 
 def make_compressor(chosen: MethodChoice, axis_name: str | None, steps: int) -> optax.GradientTransformationExtraArgs:
@@ -154,8 +162,8 @@ def add_training(
         "with 'variance(alpha=(0.1, 2))' alpha grows during the run"
     )
     parser.add_argument("--method", type=parse_method, default="variance(alpha=0.5)", help=text)
-    text = f"of variance: squares of samples, of {MICROBATCHES} parts of the batch, or of the whole batch's gradient"
-    parser.add_argument("--squares", choices=("samples", "microbatches", "batch"), default="samples", help=text)
+    text = "of variance: squares of a number of groups of samples, of all samples, or of the whole batch's gradient"
+    parser.add_argument("--squares", type=parse_squares, default="auto", metavar="{auto,N,samples,batch}", help=text)
     parser.add_argument("--workers", type=count, default=workers, help="data-parallel workers, one a device")
     parser.add_argument("--batch", type=count, default=batch, help="samples per worker and step")
     parser.add_argument("--epochs", type=count, default=epochs, help="passes over the training data")

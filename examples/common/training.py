@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import gcjax
 from common.cli import Problem
-from common.options import MICROBATCHES, learning_rate, make_compressor, make_optimiser
+from common.options import learning_rate, make_compressor, make_optimiser
 
 SAMPLE = "sample"  # the axis over which BatchNorm averages under value_and_moments
 PyTree = Any
@@ -77,34 +76,17 @@ def choose_moments(args: argparse.Namespace, model_state: PyTree) -> Callable[..
     """The function that computes the squares for the method, as `--squares` says; None if the method uses none."""
     if args.method[0] != "variance":
         return None
-    if args.squares == "microbatches":
-        return microbatches
     if args.squares == "batch":  # the square of its gradient
         return functools.partial(gcjax.value_and_moments, microbatches=1, method="vmap")
-    return functools.partial(gcjax.value_and_moments, sample_axis=None if model_state is None else SAMPLE)
-
-
-def microbatches(
-    loss_fn: Callable[..., Any], *, has_aux: bool, in_axes: tuple[int | None, ...], parts: int = MICROBATCHES
-) -> Callable[..., tuple[Any, tuple[PyTree, PyTree]]]:
-    """Like `gcjax.value_and_moments`, with `parts` parts of the batch in place of its samples: an estimate."""
-
-    def split(x, axis):
-        return x if axis is None else jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), x)
-
-    def run(params, inputs):
-        inputs = tuple(map(split, inputs, in_axes))
-        gradient = jax.value_and_grad(loss_fn, has_aux=has_aux)
-        out, grads = jax.vmap(gradient, (None, in_axes))(params, inputs)
-        out, mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), (out, grads))
-        return out, (mean, jax.tree.map(lambda g: jnp.sum((g / parts) ** 2, axis=0), grads))
-
-    return run
+    groups = None if args.squares == "samples" else args.squares
+    return functools.partial(
+        gcjax.value_and_moments, groups=groups, sample_axis=None if model_state is None else SAMPLE
+    )
 
 
 def whole_batch_norm(args: argparse.Namespace) -> contextlib.AbstractContextManager:
     """The context in which a loss applies its model, so that BatchNorm averages over a worker's whole batch."""
-    if args.method[0] != "variance" or args.squares != "samples":
+    if args.method[0] != "variance" or args.squares == "batch":
         return contextlib.nullcontext()
     from gcjax.flax import sync_batchnorm
 

@@ -1,4 +1,4 @@
-"""`value_and_moments`, and the three ways to the moments of a chunk of groups of samples.
+"""`value_and_moments`, and the three ways to the moments of a chunk of the batch.
 
 `vmap(grad)` is exact for every loss that JAX can vmap, but slow on CPU: XLA turns per-sample weight gradients into
 batched products and grouped convolutions. "scan" needs no vmap.
@@ -15,7 +15,7 @@ from gcjax import _jax_compat
 from gcjax._moments.aux import aux_of_batch
 from gcjax._moments.problem import MAX_BYTES, Options, Problem, make_problem
 from gcjax._moments.program import inputs_of, live_equations, run
-from gcjax._moments.rules.node import Sums, accumulator_dtype, stacked_moments, widened
+from gcjax._moments.rules.node import Samples, Sums, accumulator_dtype, stacked_moments, widened
 from gcjax._moments.sink_search import SinkSearch, search_sinks
 from gcjax._types import Array, PyTree
 
@@ -39,6 +39,7 @@ def value_and_moments(
     in_axes: PyTree = 0,
     sample_axis: Hashable = None,
     microbatches: int | None = None,
+    groups: int | str | None = None,
     reduction: str = "mean",
     method: str = "auto",
     max_bytes: int = MAX_BYTES,
@@ -53,7 +54,11 @@ def value_and_moments(
       has_aux: whether loss_fn returns aux. It comes back in the shapes for the whole batch: see docs/squares.md.
       in_axes: prefix of the batch's tree: 0 for leaves split over samples, None for shared ones (model state, keys).
       sample_axis: name of an axis over samples, bound while loss_fn runs, for BatchNorm. Then the batch is one chunk.
-      microbatches: None, or a number of groups that take the place of samples: an approximation, and no faster.
+      microbatches: None, or a number of parts of the batch that take the place of samples, for a loss that needs
+        several samples at a time: an approximation.
+      groups: None for exact squares. A number g: where a loop over the samples makes a parameter's squares, it makes
+        the gradients of g groups of them instead, and estimates the squares without bias. "auto": 8, or the largest
+        divisor of the batch size from 4 on, or None.
       reduction: "mean", or "sum" for `sum_z grad f_z` and `sum_z (grad f_z)^2`.
       method: "auto"; "sinks" without chunks; "vmap" stacks per-sample gradients; "scan" takes one sample at a time.
       max_bytes: memory that stacked per-sample gradients may take, under "auto" and "vmap".
@@ -67,7 +72,7 @@ def value_and_moments(
     >>> value_and_moments(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(2), jnp.array([[1.0, 0.0], [0.0, 2.0]]))[1]
     Moments(grad=Array([1., 4.], dtype=float32), sum_grad_squared=Array([ 1., 16.], dtype=float32))
     """
-    options = Options(loss_fn, has_aux, in_axes, sample_axis, microbatches, reduction, method, max_bytes)
+    options = Options(loss_fn, has_aux, in_axes, sample_axis, microbatches, groups, reduction, method, max_bytes)
 
     def compute(params, batch):
         problem = make_problem(options, params, batch)
@@ -86,7 +91,7 @@ def value_and_moments(
     return moments
 
 
-# ((sum of the gradients, sum of their squares), (value, aux) of every group, stacked). The sums are pytrees like
+# ((sum of the gradients, sum of their squares), (value, aux) of every part, stacked). The sums are pytrees like
 # params, in `accumulator_dtype`.
 Result = tuple[tuple[PyTree, PyTree], PyTree]
 
@@ -94,8 +99,8 @@ Result = tuple[tuple[PyTree, PyTree], PyTree]
 class ChosenMethod(NamedTuple):
     """The way to the moments of a problem."""
 
-    moments: Callable[[list[Array]], Result]  # of the mapped leaves of some groups
-    chunk: int  # number of groups to pass to `moments` at a time
+    moments: Callable[[list[Array]], Result]  # of the mapped leaves of some parts
+    chunk: int  # number of parts to pass to `moments` at a time
     search: SinkSearch | None  # None under the methods "vmap" and "scan"
 
 
@@ -104,20 +109,25 @@ def choose_method(problem: Problem) -> ChosenMethod:
     method = problem.options.method
     if method in ("auto", "sinks"):
         search = search_sinks(problem)
-        chunk = _groups_that_fit(problem, search.stacked_bytes) if method == "auto" else problem.groups
+        chunk = _parts_that_fit(problem, search.stacked_bytes) if method == "auto" else problem.parts
         return ChosenMethod(functools.partial(_sink_moments, problem, search), chunk, search)
     if method == "scan":
-        return ChosenMethod(functools.partial(_one_group_moments, problem), 1, None)
+        return ChosenMethod(functools.partial(_one_part_moments, problem), 1, None)
     leaves = jax.tree.leaves(problem.params)
     gradient_bytes = sum(leaf.size * accumulator_dtype(leaf.dtype).itemsize for leaf in leaves)
-    return ChosenMethod(functools.partial(_vmap_moments, problem), _groups_that_fit(problem, gradient_bytes), None)
+    return ChosenMethod(functools.partial(_vmap_moments, problem), _parts_that_fit(problem, gradient_bytes), None)
 
 
-def _groups_that_fit(problem: Problem, bytes_per_group: int) -> int:
-    """The groups that fit into max_bytes. With a sample axis all of them, because they must see each other."""
+def _parts_that_fit(problem: Problem, bytes_per_part: int) -> int:
+    """The parts that fit into max_bytes, a multiple of the groups if possible.
+
+    With a sample axis all parts, because they must see each other.
+    """
     if problem.options.sample_axis is not None:
-        return problem.groups
-    return max(1, min(problem.groups, problem.options.max_bytes // max(1, bytes_per_group)))
+        return problem.parts
+    fitting = max(1, min(problem.parts, problem.options.max_bytes // max(1, bytes_per_part)))
+    groups = problem.groups or 1
+    return fitting - fitting % groups if fitting >= groups else fitting
 
 
 def _vmap_moments(problem: Problem, mapped: list[Array]) -> Result:
@@ -126,8 +136,8 @@ def _vmap_moments(problem: Problem, mapped: list[Array]) -> Result:
     return _stacked(*batched(problem.params, mapped, problem.shared))
 
 
-def _one_group_moments(problem: Problem, mapped: list[Array]) -> Result:
-    """Moments of one group, without vmap."""
+def _one_part_moments(problem: Problem, mapped: list[Array]) -> Result:
+    """Moments of one part, without vmap."""
     found = problem.gradient(problem.params, [a[0] for a in mapped], problem.shared)
     return _stacked(*jax.tree.map(lambda x: jnp.asarray(x)[None], found))
 
@@ -143,17 +153,17 @@ def _sink_moments(problem: Problem, search: SinkSearch, mapped: list[Array]) -> 
     needs = [key for node in search.nodes for key in node.needs]
     equations, _ = live_equations(program.closed.jaxpr, [*program.outputs, *needs])
 
-    def one_group(params, mapped, shared, dummy):
-        read = run(equations, inputs_of(program.closed, [*params, *mapped, *shared]), dummy)
-        moments = [node.moments_under_vmap(read, dummy) for node in search.nodes]
+    def one_part(params, mapped, shared, each):
+        samples = Samples(each, problem.groups)
+        read = run(equations, inputs_of(program.closed, [*params, *mapped, *shared]), samples)
+        moments = [node.moments_under_vmap(read, samples) for node in search.nodes]
         return [read(var) for var in program.outputs], moments
 
-    over_groups = jax.vmap(
-        one_group, in_axes=(None, 0, None, 0), out_axes=(0, None), axis_name=problem.options.sample_axis
+    over_parts = jax.vmap(
+        one_part, in_axes=(None, 0, None, 0), out_axes=(0, None), axis_name=problem.options.sample_axis
     )
     leaves, tree = jax.tree.flatten(problem.params)
-    dummy = jnp.zeros(mapped[0].shape[0])
-    outputs, pairs = over_groups(leaves, mapped, problem.shared, dummy)
+    outputs, pairs = over_parts(leaves, mapped, problem.shared, jnp.zeros(mapped[0].shape[0]))
     pairs = [(widened(total), widened(squares)) for total, squares in pairs]
     return _transposed(tree, pairs), jax.tree.unflatten(program.outputs_tree, outputs)
 
@@ -165,9 +175,9 @@ def _transposed(tree: jax.tree_util.PyTreeDef, pairs: Sequence[Sums]) -> tuple[P
 
 
 def compute_moments(problem: Problem) -> Result:
-    """Moments of all groups: chunk by chunk, sums added and outputs concatenated."""
+    """Moments of all parts: chunk by chunk, sums added and outputs concatenated."""
     moments, chunk, _ = choose_method(problem)
-    whole, rest = divmod(problem.groups, chunk)
+    whole, rest = divmod(problem.parts, chunk)
     if whole == 1 and not rest:
         return moments(problem.mapped)
     head = [a[: whole * chunk].reshape(whole, chunk, *a.shape[1:]) for a in problem.mapped]

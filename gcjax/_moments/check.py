@@ -42,7 +42,8 @@ def check_moments(
     Args:
       loss_fn: as in `value_and_moments`.
       has_aux: as in `value_and_moments`.
-      **keywords: the other options of `value_and_moments`.
+      **keywords: the other options of `value_and_moments`. The squares are compared as those of single samples, also
+        where `groups` asks for an estimate.
 
     Returns:
       `check(params, batch, rtol=None) -> None`. `rtol` is relative to the largest gradient (of the batch, or of its
@@ -63,17 +64,19 @@ def check_moments(
         value = out[0] if has_aux else out
         return value, jnp.abs(value)
 
+    explain = explain_moments(loss_fn, has_aux, **keywords)
+    keywords = {**keywords, "groups": None}
     # `jax.vmap` binds a sample axis, but cannot take every operation.
     method = "scan" if keywords.get("sample_axis") is None else "vmap"
     moments_fn = jax.jit(value_and_moments(loss_fn, has_aux, **keywords))
     # One group of the whole batch is the batch loss itself, with the sample axis bound to size 1.
     whole_fn = jax.jit(value_and_moments(loss_fn, has_aux, **{**keywords, "microbatches": 1, "method": method}))
-    explain = explain_moments(loss_fn, has_aux, **keywords)
     single_fn = jax.jit(value_and_moments(loss_and_size, True, **{**keywords, "method": method}))
 
     def check(params, batch, rtol=None):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
             raise TypeError("check_moments compares values: call it outside jit, grad, vmap and shard_map")
+        rows = explain(params, batch).rows
         with jax.default_matmul_precision("highest"):  # TPUs round factors to bfloat16, and squares of them otherwise
             epsilon = coarsest_epsilon(jax.make_jaxpr(whole_fn)(params, batch).jaxpr)
             value, moments = moments_fn(params, batch)
@@ -87,7 +90,6 @@ def check_moments(
         if np.linalg.norm(noise) > UNSTEADY * np.linalg.norm(sizes):
             return
         _compare_whole(single.grad, whole.grad, sizes, NOISE * noise, bounds)
-        rows = explain(params, batch).rows
         exact = (row.rule.split()[-1] in EXACT and row.positions * epsilon <= 1 / 8 for row in rows)
         known = [is_exact or not bounds.coarse for is_exact in exact]
         roots = jax.tree.map(jnp.sqrt, single.sum_grad_squared)

@@ -15,7 +15,7 @@ from gcjax._types import PyTree
 
 # A gradient that one of these makes is a cotangent or a sum of cotangents: no rule could avoid stacking it.
 COTANGENTS = {"reduce_sum", "mul", "add", "add_any", "sub", "neg", "div", "select_n", "broadcast_in_dim", "input"}
-HEADER = ("leaf", "shape", "rule", "positions", "bytes", "fallback")
+HEADER = ("leaf", "shape", "rule", "positions", "squares of", "bytes", "fallback")
 
 
 class Row(NamedTuple):
@@ -28,6 +28,7 @@ class Row(NamedTuple):
         "tied" or "concatenated" for several sinks; "vmap" for a gradient that vmap stacks over samples; "scan" for one
         that is made sample by sample.
       positions: contracted entries per sample (sequence positions, pixels); 1 is an outer product.
+      squares: number of gradients whose squares are added up for one chunk of the batch, of samples or of groups.
       bytes: read by the rule for one chunk of the batch: operands that the plain backward pass holds too, or stacked
         gradients.
       fallback: whether a rule was missing, so that an array of batch x parameter is made.
@@ -37,6 +38,7 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     rule: str
     positions: int
+    squares: int
     bytes: int
     fallback: bool
 
@@ -60,9 +62,8 @@ class Explanation(NamedTuple):
         table = [HEADER]
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            table.append(
-                (row.leaf, shape, row.rule, str(row.positions), f"{row.bytes:,}", "yes" if row.fallback else "")
-            )
+            numbers = str(row.positions), str(row.squares), f"{row.bytes:,}"
+            table.append((row.leaf, shape, row.rule, *numbers, "yes" if row.fallback else ""))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
@@ -88,10 +89,10 @@ def explain_moments(
     >>> import jax.numpy as jnp
     >>> loss = lambda params, x: jnp.mean((x @ params["w"] + params["b"]) ** 2)
     >>> print(explain_moments(loss)({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, jnp.ones((4, 3))))
-    leaf   shape  rule   positions  bytes  fallback
-    -----  -----  -----  ---------  -----  --------
-    ['b']  2      vmap   1          32
-    ['w']  3x2    dense  1          80
+    leaf   shape  rule   positions  squares of  bytes  fallback
+    -----  -----  -----  ---------  ----------  -----  --------
+    ['b']  2      vmap   1          4           32
+    ['w']  3x2    dense  1          4           80
     4 samples by sinks, 4 at a time
     """
     options = Options(loss_fn, has_aux, **keywords)
@@ -106,10 +107,10 @@ def explain_moments(
             nodes = [None] * len(leaves) if method.search is None else method.search.nodes
             name = options.method if method.search is None else "sinks"
             rows = [
-                _row(jax.tree_util.keystr(path), leaf, node, method.chunk, name)
+                _row(jax.tree_util.keystr(path), leaf, node, method.chunk, problem.groups, name)
                 for (path, leaf), node in zip(leaves, nodes, strict=True)
             ]
-            found.append(Explanation(tuple(rows), problem.groups, method.chunk, name))
+            found.append(Explanation(tuple(rows), problem.parts, method.chunk, name))
             return None, (params, params)
 
         jax.eval_shape(functools.partial(_jax_compat.with_automatic_samples, trace), params, batch)
@@ -118,11 +119,12 @@ def explain_moments(
     return explain
 
 
-def _row(name: str, leaf: jax.Array, node: Node | None, chunk: int, method: str) -> Row:
+def _row(name: str, leaf: jax.Array, node: Node | None, chunk: int, groups: int | None, method: str) -> Row:
     """The row of a parameter; node: None under the methods "vmap" and "scan"."""
     if node is None:
-        return Row(name, leaf.shape, method, 1, chunk * leaf.size * leaf.dtype.itemsize, method == "vmap")
+        return Row(name, leaf.shape, method, 1, chunk, chunk * leaf.size * leaf.dtype.itemsize, method == "vmap")
     is_matrix = sum(size > 1 for size in leaf.shape) > 1
     missing = isinstance(node, PerSample) and is_matrix and node.made_by not in COTANGENTS
     size = chunk * sum(aval(key).size * aval(key).dtype.itemsize for key in node.operands)
-    return Row(name, leaf.shape, node.rule, node.positions, size, missing)
+    squares = min(groups or chunk, chunk) if node.is_loop else chunk
+    return Row(name, leaf.shape, node.rule, node.positions, squares, size, missing)

@@ -1,4 +1,4 @@
-"""From a loss, its options and its arguments to the loss of one group of samples, with everything checked."""
+"""From a loss, its options and its arguments to the loss of one sample, with everything checked."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from gcjax._types import Array, PyTree
 from gcjax._validation import check_choice, check_integer
 
 MAX_BYTES = 256 << 20
+MOST_GROUPS, FEWEST_GROUPS = 8, 4  # under groups="auto"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Options:
     in_axes: PyTree = 0
     sample_axis: Hashable = None
     microbatches: int | None = None
+    groups: int | str | None = None
     reduction: str = "mean"
     method: str = "auto"
     max_bytes: int = MAX_BYTES
@@ -35,6 +37,7 @@ class Options:
         check_choice("reduction", self.reduction, ("mean", "sum"))
         if self.microbatches is not None:
             check_integer("microbatches", self.microbatches, 1)
+        self._check_groups()
         check_integer("max_bytes", self.max_bytes, 1)
         if self.method == "scan" and self.sample_axis is not None:
             raise ValueError(
@@ -47,18 +50,30 @@ class Options:
                     f"in_axes may only hold 0 (split over samples) and None (shared by all samples), got {axis!r}"
                 )
 
+    def _check_groups(self) -> None:
+        if self.groups is None or self.groups == "auto":
+            return
+        if isinstance(self.groups, str):
+            raise ValueError(f"groups must be an integer of at least 2, 'auto' or None, got {self.groups!r}")
+        check_integer("groups", self.groups, 2)
+        if self.microbatches is not None:
+            raise ValueError("give groups or microbatches, not both: each says what takes the place of single samples")
+        if self.method in ("vmap", "scan"):
+            raise ValueError(f"method={self.method!r} takes every sample by itself; groups need 'auto' or 'sinks'")
+
 
 class Problem(NamedTuple):
     """One call of `value_and_moments`.
 
     Attributes:
-      gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one group. Of a mean, `grad` is already divided by
-        the number of groups; `value` is not.
-      loss: `(params, mapped, shared) -> (value, aux)` of one group.
+      gradient: `(params, mapped, shared) -> (grad, (value, aux))` of one part. Of a mean, `grad` is already divided by
+        the number of parts; `value` is not.
+      loss: `(params, mapped, shared) -> (value, aux)` of one part.
       params: pytree, typed as varying over every mesh axis of the batch.
-      mapped: the leaves of the batch that are split over samples, each `[groups, group size, ...]`.
+      mapped: the leaves of the batch that are split over samples, each `[parts, part size, ...]`.
       shared: the other leaves.
-      groups: number of microbatches, or else the batch size.
+      parts: number of microbatches, or else the batch size.
+      groups: number of groups of parts that a loop takes at a time, a divisor of their number, or None: one by one.
     """
 
     gradient: Callable[[PyTree, list[Array], list[Array]], tuple[PyTree, tuple[Array, PyTree]]]
@@ -66,41 +81,58 @@ class Problem(NamedTuple):
     params: PyTree
     mapped: list[Array]
     shared: list[Array]
-    groups: int
+    parts: int
+    groups: int | None
     options: Options
 
 
 def make_problem(options: Options, params: PyTree, batch: PyTree) -> Problem:
-    """Check the arguments, split the batch into groups and close over the loss of one group."""
+    """Check the arguments, split the batch into parts and close over the loss of one part."""
     params = _checked_params(params)
     is_mapped = _is_mapped(batch, options.in_axes)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
     size = _batch_size(leaves, is_mapped)
-    groups = options.microbatches or size
-    if size % groups:
+    parts = options.microbatches or size
+    if size % parts:
         raise ValueError(
-            f"microbatches={groups} does not divide the batch size {size}; choose a divisor or pad the batch"
+            f"microbatches={parts} does not divide the batch size {size}; choose a divisor or pad the batch"
         )
     arrays = [jnp.asarray(leaf) for _, leaf in leaves]
-    mapped = [a.reshape(groups, size // groups, *a.shape[1:]) for a, m in zip(arrays, is_mapped, strict=True) if m]
+    mapped = [a.reshape(parts, size // parts, *a.shape[1:]) for a, m in zip(arrays, is_mapped, strict=True) if m]
     shared = [a for a, m in zip(arrays, is_mapped, strict=True) if not m]
-    scale = 1.0 / groups if options.reduction == "mean" else 1.0
+    scale = 1.0 / parts if options.reduction == "mean" else 1.0
 
-    def group_loss(params, mapped, shared):
+    def part_loss(params, mapped, shared):
         split, whole = iter(mapped), iter(shared)
         batch = jax.tree.unflatten(treedef, [next(split if m else whole) for m in is_mapped])
         return _checked_loss(options, params, batch)
 
     def gradient(params, mapped, shared):
         def scaled(params):
-            value, aux = group_loss(params, mapped, shared)
+            value, aux = part_loss(params, mapped, shared)
             return value * scale, (value, aux)
 
         return jax.grad(scaled, has_aux=True)(params)
 
     # If the parameters did not vary over the mesh but the batch did, autodiff would sum the gradient over the mesh.
     params = _jax_compat.vary(params, _jax_compat.varying_axes((mapped, shared)))
-    return Problem(gradient, group_loss, params, mapped, shared, groups, options)
+    return Problem(gradient, part_loss, params, mapped, shared, parts, _groups(options, parts), options)
+
+
+def _groups(options: Options, parts: int) -> int | None:
+    """The number of groups that the options ask for; "auto" means single samples where no number fits."""
+    groups = options.groups
+    if isinstance(groups, str):
+        if options.microbatches is not None or options.method in ("vmap", "scan"):
+            return None
+        fitting = (g for g in range(MOST_GROUPS, FEWEST_GROUPS - 1, -1) if parts % g == 0 and parts >= 2 * g)
+        return next(fitting, None)
+    if groups is not None and parts % groups:
+        raise ValueError(
+            f"groups={groups} does not divide the batch size {parts}: choose a divisor, pad the batch with "
+            "samples of weight 0, or leave groups out"
+        )
+    return groups
 
 
 def _checked_params(params: PyTree) -> PyTree:
@@ -149,7 +181,7 @@ def _batch_size(leaves: list[tuple[Any, Any]], is_mapped: list[bool]) -> int:
 
 
 def _checked_loss(options: Options, params: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
-    """Call the loss on a group; returns (loss, aux), with aux None unless has_aux."""
+    """Call the loss on a part; returns (loss, aux), with aux None unless has_aux."""
     out = options.loss_fn(params, batch)
     if options.has_aux:
         if not isinstance(out, tuple) or len(out) != 2:

@@ -44,7 +44,7 @@ def trace(problem: Problem) -> BackwardPass:
 
     # Slices rather than shapes: they carry the mesh axes over which the batch varies.
     args = problem.params, [a[0] for a in problem.mapped], problem.shared
-    closed, (outputs, grad) = flat_jaxpr(outputs_first, args, problem.options.sample_axis, problem.groups)
+    closed, (outputs, grad) = flat_jaxpr(outputs_first, args, problem.options.sample_axis, problem.parts)
     ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
     params = len(jax.tree.leaves(grad))
     shared, values = ins[:params] + ins[params + len(problem.mapped) :], len(outs) - params
@@ -139,10 +139,11 @@ def _live_scan(
     return LiveScan(sorted(carries), outputs, extras, reads, eqns)
 
 
-def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Any = None) -> Reader:
+def run(equations: list[LiveEquation], env: dict[Key, Any], samples: Any = None) -> Reader:
     """Evaluate live equations; returns a reader of their results and of literals.
 
-    `env` holds the values of inputs and constants, and receives the results. `dummy`: see `Node.moments_under_vmap`.
+    `env` holds the values of inputs and constants, and receives the results. `samples`: the `Samples` that a
+    scan with moments inside needs.
     """
 
     def read(key):
@@ -152,11 +153,11 @@ def run(equations: list[LiveEquation], env: dict[Key, Any], dummy: Any = None) -
         if scan is None:
             env.update(zip(eqn.outvars, _evaluate(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         else:
-            env.update(_run_scan(eqn, scan, read, dummy))
+            env.update(_run_scan(eqn, scan, read, samples))
     return read
 
 
-def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, dummy: Any) -> dict[Key, Any]:
+def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, samples: Any) -> dict[Key, Any]:
     body, closed_over = eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts
     outer_consts, outer_carry, outer_xs = scan_parts(eqn, eqn.invars)
     inner_consts, inner_carry, inner_xs = scan_parts(eqn, body.invars)
@@ -174,9 +175,9 @@ def _run_scan(eqn: JaxprEqn, scan: LiveScan, read: Reader, dummy: Any) -> dict[K
     def step(carry, x):
         env = {**consts, **dict(zip(xs, x, strict=True))}
         env.update({inner_carry[i]: value for i, value in zip(scan.carries, carry, strict=True)})
-        inside = run(scan.body, env, dummy)
+        inside = run(scan.body, env, samples)
         extras = [
-            inside(extra.key) if isinstance(extra, ScannedValue) else extra.node.moments_under_vmap(inside, dummy)
+            inside(extra.key) if isinstance(extra, ScannedValue) else extra.node.moments_under_vmap(inside, samples)
             for extra in scan.extras
         ]
         new_carry = [inside(body.outvars[i]) for i in scan.carries]

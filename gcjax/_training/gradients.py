@@ -1,5 +1,6 @@
 """Loss, gradient and squares of one worker's batch, as a whole or part by part."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -172,12 +173,12 @@ def moments_for(opt_state: PyTree, moments: Moments) -> Callable[..., Any] | Non
     """The function that computes gradient and squares, or None for the gradient alone.
 
     Args:
-      opt_state: "auto" computes squares if a compressor whose state is in it reads them.
+      opt_state: "auto" computes squares if a compressor whose state is in it reads them, with `groups="auto"`.
       moments: see `make_train_step`.
     """
     if not isinstance(moments, str):
         return moments
-    return value_and_moments if reads_squares(opt_state) else None
+    return functools.partial(value_and_moments, groups="auto") if reads_squares(opt_state) else None
 
 
 def options_of(moments: Callable[..., Any] | None) -> dict[str, Any]:

@@ -45,8 +45,9 @@ def make_train_step(
         the losses of the workers with the same parameters.
       mesh: the devices.
       axis_name: axis or axes over which the batch is split.
-      moments: "auto" computes squares of per-sample gradients if a compressor in `tx` reads them;
-        `gcjax.value_and_moments`, or a `functools.partial` of it, always; None never.
+      moments: "auto" computes squares of per-sample gradients if a compressor in `tx` reads them, by
+        `gcjax.value_and_moments(groups="auto")`: where a loop over samples makes them, an estimate from 4 to 8 groups.
+        `gcjax.value_and_moments` (exact), or a `functools.partial` of it, always; None never.
       accumulate: parts into which each worker's batch is split, one after the other; their gradients are averaged.
       param_specs: `PartitionSpec`s of the parameters, or a prefix; None if they are not sharded. Over an axis of
         `axis_name` (FSDP) the loss sees whole parameters, gathered, and a reduce-scatter averages gradient and squares;

@@ -125,19 +125,9 @@ def test_a_diverged_run_ends_with_one_line(train, tmp_path):
     assert "has diverged" in said  # bench/table.py looks for it
 
 
-def test_microbatches_give_mean_gradient_and_squares_of_parts():
-    x, params = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32), jnp.array([0.3, -1.0, 2.0])
-    run = training.microbatches(lambda p, inputs: jnp.mean((inputs[0] @ p) ** 2), has_aux=False, in_axes=(0,))
-    out, (mean, squares) = run(params, (jnp.asarray(x),))
-    parts = [np.mean(2 * (part @ params)[:, None] * part, axis=0) for part in x.reshape(4, 3, 3)]
-    np.testing.assert_allclose(out, np.mean((x @ params) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(mean, np.mean(parts, axis=0), rtol=1e-5)
-    np.testing.assert_allclose(squares, np.sum((np.array(parts) / 4) ** 2, axis=0), rtol=1e-5)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["vgg", "resnet20", "resnet18"])
-@pytest.mark.parametrize("squares", ["samples", "microbatches", "batch"])
+@pytest.mark.parametrize("squares", ["samples", "auto", "2", "batch"])
 def test_every_network_takes_every_kind_of_squares(model, squares, data):
     args = f"--data {data} --model {model} --width 8 --workers 2 --batch 4 --squares {squares}".split()
     args = cifar10.parse_options(args)

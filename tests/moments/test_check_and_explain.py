@@ -185,7 +185,7 @@ def test_explain_moments_names_rules_and_chunks():
     assert explanation.chunk < 6
     assert all(row.fallback for row in explain_moments(loss, method="vmap")(params, batch).rows)
     assert [row[2:] for row in explain_moments(loss, method="scan")(params, batch).rows] == [
-        ("scan", 1, 4 * leaf.size, False) for leaf in jax.tree.leaves(params)
+        ("scan", 1, 1, 4 * leaf.size, False) for leaf in jax.tree.leaves(params)
     ]
 
 

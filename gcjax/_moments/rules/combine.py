@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gcjax._moments.jaxprs import JaxprEqn, Operand, ScannedValue
-from gcjax._moments.rules.node import Key, Node, Reader, Sums
+from gcjax._moments.rules.node import Key, Node, Reader, Samples, Sums
 from gcjax._types import Array
 
 
@@ -43,8 +43,12 @@ class Concatenated(Node):
     def gradient(self, read: Reader) -> Array:
         return self._join([child.gradient(read) for child in self.children])
 
-    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
-        sums = [child.moments_under_vmap(read, dummy) for child in self.children]
+    @property
+    def is_loop(self) -> bool:
+        return any(child.is_loop for child in self.children)
+
+    def moments_under_vmap(self, read: Reader, samples: Samples) -> Sums:
+        sums = [child.moments_under_vmap(read, samples) for child in self.children]
         return self._join([total for total, _ in sums]), self._join([squares for _, squares in sums])
 
     def _join(self, parts: Sequence[Array]) -> Array:
@@ -79,8 +83,12 @@ class ScannedLayers(Scanned):
         layers = [jnp.swapaxes(read(key), 0, 1) for key in self.operands]
         return jax.lax.map(lambda layer: self.child.gradient(dict(zip(keys, layer, strict=True)).__getitem__), layers)
 
-    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
-        del dummy
+    @property
+    def is_loop(self) -> bool:
+        return self.child.is_loop
+
+    def moments_under_vmap(self, read: Reader, samples: Samples) -> Sums:
+        del samples
         return read(ScannedMoments(self.scan, self.child))
 
 

@@ -36,9 +36,13 @@ class Product(Sink):
     def gradient(self, read: Reader) -> Array:
         return self.product(*self.prepared(read), self.eqn.params["preferred_element_type"])
 
-    def moments(self, table: Table, size: int) -> Sums:
-        if self.positions > 1:
-            return loop_moments(self.gradient, table, size)
+    @property
+    def is_loop(self) -> bool:
+        return self.positions > 1
+
+    def moments(self, table: Table, size: int, groups: int | None) -> Sums:
+        if self.is_loop:
+            return loop_moments(self.gradient, table, size, groups)
         dtype = accumulator_dtype(aval(self.eqn.outvars[0]).dtype)
         lhs, rhs = self.prepared(stacked_reader(table, size))
         squares = self.product(jnp.square(lhs.astype(dtype)), jnp.square(rhs.astype(dtype)), dtype)

@@ -25,6 +25,7 @@ class Embedding(Sink):
     """
 
     rule = "embedding"
+    is_loop = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -38,7 +39,7 @@ class Embedding(Sink):
         ids, rows = self._flat(*map(read, self.operands))
         return self._scatter(ids, rows)
 
-    def moments(self, table: Table, size: int) -> Sums:
+    def moments(self, table: Table, size: int, groups: int | None) -> Sums:
         ids, rows = self._flat(*map(stacked_reader(table, size), self.operands))
         rows = widened(rows)
         total = self._scatter(ids, rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gcjax import _jax_compat
 from gcjax._moments.jaxprs import JaxprEqn, Literal, Operand, Scope, Var, aval, variables
-from gcjax._moments.rules.node import Key, Node, Reader, Sums, accumulator_dtype
+from gcjax._moments.rules.node import Key, Node, Reader, Samples, Sums, accumulator_dtype
 from gcjax._types import Array
 
 MOVES = {
@@ -61,8 +61,12 @@ class Entrywise(Operation):
     def needs(self) -> tuple[Key, ...]:
         return (*self.child.needs, *self.shared)
 
-    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
-        total, squares = self.child.moments_under_vmap(read, dummy)
+    @property
+    def is_loop(self) -> bool:
+        return self.child.is_loop
+
+    def moments_under_vmap(self, read: Reader, samples: Samples) -> Sums:
+        total, squares = self.child.moments_under_vmap(read, samples)
         return self.apply(total, read), self._apply_squared(squares, read)
 
     def _apply_squared(self, squares: Array, read: Reader) -> Array:

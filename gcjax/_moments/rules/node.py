@@ -6,9 +6,10 @@ of samples. So the sums can be made inside the body of a scan, next to the opera
 """
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,18 @@ Key = Hashable  # a `Var`, a `ScannedValue`, or a `combine.ScannedMoments`
 Reader = Callable[[Any], Any]  # from a key to its value: an array, or the `Sums` of a `ScannedMoments`
 Table = Mapping[Key, tuple[Array, bool]]  # from a key to (value, whether the value has a leading axis of samples)
 Sums = tuple[Array, Array]  # over samples: of the gradient in its own dtype, of its square in `accumulator_dtype`
+
+
+class Samples(NamedTuple):
+    """The samples that `vmap` stacks.
+
+    Attributes:
+      each: any value of each sample; in the program of one sample, its own.
+      groups: the number of groups in which a loop takes them; None: one by one.
+    """
+
+    each: Array
+    groups: int | None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,35 +70,37 @@ class Node(abc.ABC):
         """Keys that `moments_under_vmap` reads."""
         return self.operands
 
+    @property
+    def is_loop(self) -> bool:
+        """Whether a loop over the samples makes its moments."""
+        return True
+
     @abc.abstractmethod
     def gradient(self, read: Reader) -> Array:
         """The gradient, summed over the leading axis of the operands that `read` returns."""
 
-    def moments(self, table: Table, size: int) -> Sums:
-        """The sums over `size` samples, from the operands of all samples."""
-        return loop_moments(self.gradient, table, size)
+    def moments(self, table: Table, size: int, groups: int | None) -> Sums:
+        """The sums over `size` samples, from the operands of all samples; `groups`: of `Samples`."""
+        return loop_moments(self.gradient, table, size, groups)
 
-    def moments_under_vmap(self, read: Reader, dummy: Array) -> Sums:
-        """The sums over all samples, though called in the program of one sample.
-
-        `read` takes the keys in `needs`. `dummy` is any value that vmap batches, so that the batching rule is called
-        even if no operand is batched.
-        """
+    def moments_under_vmap(self, read: Reader, samples: Samples) -> Sums:
+        """The sums over all samples, though called in the program of one sample; `read` takes the keys in `needs`."""
 
         @custom_vmap
-        def sums(dummy, values):
-            del dummy
+        def sums(each, values):
+            del each
             table = {key: value[None] for key, value in zip(self.operands, values, strict=True)}
             gradient = self.gradient(table.__getitem__)
             return gradient, jnp.square(widened(gradient))
 
         @sums.def_vmap
-        def sums_over_samples(size, is_batched, dummy, values):
-            del dummy
+        def sums_over_samples(size, is_batched, each, values):
+            del each
             table: Table = dict(zip(self.operands, zip(values, is_batched[1], strict=True), strict=True))
-            return self.moments(table, size), (False, False)
+            return self.moments(table, size, samples.groups), (False, False)
 
-        return sums(dummy, [read(key) for key in self.operands])
+        # With a value of each sample, the rule is called even if no operand is batched.
+        return sums(samples.each, [read(key) for key in self.operands])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +122,7 @@ class PerSample(Node):
     made_by: str = "input"  # name of the primitive at which the search stopped, below moves and scales, if any
     rule = "vmap"
     positions = 1
+    is_loop = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -116,7 +132,7 @@ class PerSample(Node):
         # A literal is never inside a loop, where there would be several samples to sum over.
         return jnp.asarray(self.key.val) if isinstance(self.key, Literal) else jnp.sum(read(self.key), axis=0)
 
-    def moments(self, table: Table, size: int) -> Sums:
+    def moments(self, table: Table, size: int, groups: int | None) -> Sums:
         if isinstance(self.key, Literal):
             value = jnp.asarray(self.key.val)
             return size * value, size * jnp.square(widened(value))
@@ -145,24 +161,72 @@ def stacked_reader(table: Table, size: int) -> Reader:
     return read
 
 
-def loop_moments(gradient: Callable[[Reader], Array], table: Table, size: int) -> Sums:
-    """The sums over `size` samples by a loop that holds one gradient at a time; `gradient`: as `Node.gradient`."""
-    batched = {key: value for key, (value, is_batched) in table.items() if is_batched}
-    keys = list(batched)
+# Gradients that a step of a loop makes before it adds them up: to add each by itself takes three times the memory
+# traffic. Of large gradients fewer, so that they take no more than these bytes.
+UNROLLED, UNROLLED_BYTES = 8, 256 << 20
 
-    def sample_gradient(values):
-        here = dict(zip(keys, values, strict=True))
-        return gradient(lambda key: (here[key] if key in here else table[key][0])[None])
 
-    def step(sums, values):
-        wide = widened(sample_gradient(values))
-        return (sums[0] + wide, sums[1] + wide * wide), None
+def at_once(like: Any) -> int:
+    """The number of gradients, shaped like this, that a step of a loop makes."""
+    return min(UNROLLED, max(1, UNROLLED_BYTES // max(1, 4 * like.size)))
 
-    like = jax.eval_shape(sample_gradient, [batched[key][0] for key in keys])
-    dtype = accumulator_dtype(like.dtype)
-    zeros = _jax_compat.zeros(like.shape, dtype, [value for value, _ in table.values()])
-    (total, squares), _ = jax.lax.scan(step, (zeros, zeros), [batched[key] for key in keys], length=size)
+
+def loop_moments(gradient: Callable[[Reader], Array], table: Table, size: int, groups: int | None) -> Sums:
+    """The sums over `size` samples by a loop over their gradients; `gradient`: as `Node.gradient`.
+
+    With fewer groups than samples, each gradient is that of one group, and the squares are an estimate: see
+    `from_groups`. The samples are dealt to the groups in turn.
+    """
+    groups = size if groups is None else min(groups, size)
+    part = size // groups
+    keys = [key for key, (_, is_batched) in table.items() if is_batched]
+    dealt = [table[key][0].reshape(part, groups, *table[key][0].shape[1:]) for key in keys]
+
+    def group_gradient(dealt, number):
+        # A static index: XLA then reads the operands where they are.
+        here = {key: jax.lax.index_in_dim(x, number, 1, False) for key, x in zip(keys, dealt, strict=True)}
+
+        def read(key):
+            value = table[key][0]
+            return here[key] if key in here else jnp.broadcast_to(value, (part, *value.shape))
+
+        return gradient(read)
+
+    def sums_of(dealt, count):
+        gradients = [widened(group_gradient(dealt, number)) for number in range(count)]
+        return functools.reduce(jnp.add, gradients), functools.reduce(jnp.add, map(jnp.square, gradients))
+
+    like = jax.eval_shape(functools.partial(group_gradient, number=0), dealt)
+    count = at_once(like)
+    if groups <= count:
+        total, squares = sums_of(dealt, groups)
+    else:
+        steps, rest = divmod(groups, count)
+
+        def step(sums, number):
+            here = [jax.lax.dynamic_slice_in_dim(x, number * count, count, 1) for x in dealt]
+            return jax.tree.map(jnp.add, sums, sums_of(here, count)), None
+
+        zeros = _jax_compat.zeros(like.shape, accumulator_dtype(like.dtype), [value for value, _ in table.values()])
+        (total, squares), _ = jax.lax.scan(step, (zeros, zeros), jnp.arange(steps))
+        if rest:
+            last = [jax.lax.slice_in_dim(x, groups - rest, groups, axis=1) for x in dealt]
+            total, squares = jax.tree.map(jnp.add, (total, squares), sums_of(last, rest))
+    if part > 1:
+        squares = from_groups(total, squares, size, part)
     return total.astype(like.dtype), squares
+
+
+def from_groups(total: Array, squares: Array, size: int, part: int) -> Array:
+    """The sum of squares over `size` samples, estimated from that over groups of `part` samples each.
+
+    Over all ways to split the samples into such groups, the squares of the groups' gradients add up to
+    `(1 - q) S + q G^2` on average: S is the sum over samples, G the gradient, and `q = (part - 1) / (size - 1)` the
+    chance that two samples are in one group. What this is solved for is unbiased. It is at least `G^2 / size`, as S is.
+    """
+    square = total * total
+    q = (part - 1) / (size - 1)
+    return jnp.maximum((squares - q * square) / (1 - q), square / size)
 
 
 def stacked_moments(gradients: Array) -> Sums:
