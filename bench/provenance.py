@@ -38,6 +38,13 @@ SOURCES = {
     "table-paper": _CIFAR10,
     "table-small": _CIFAR10,
     "table-vgg": _CIFAR10,
+    "whole": (
+        "bench/step.py",
+        "bench/whole.py",
+        "bench/moments_models.py",
+        "bench/network/model.py",
+        "bench/accelerators",
+    ),
     "wire": ("bench/wire.py",),
 }
 _NOTE = re.compile(r"^Measured on an earlier version of the sources \(.*\)\.\n\n")

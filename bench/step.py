@@ -6,6 +6,7 @@ of its own. Both sides run with glibc's default malloc and with one that keeps f
 alpha = 1, normal gradients, a fresh state before each call, and constant squares z**2 with P(|g| > z) = density.
 
 A second table has the update on virtual workers with the checks of every update, `gcjax._core.symptoms`, and without.
+`--whole` measures whole training steps instead: see `bench/whole.py`.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import time
 from unittest import mock
 
-from bench import machine, provenance
+from bench import machine, provenance, whole
 
 SIZES = (1_000_000, 10_000_000, 25_000_000)
 DENSITIES = (10, 100, 1000)  # one entry in this many is sent
@@ -31,7 +32,11 @@ def main() -> None:
     args = options()
     if args.child:
         job = json.loads(args.child)
-        print(json.dumps({"jax": jax_job, "torch": torch_job, "checks": checks_job}[job["side"]](job)))
+        jobs = {"jax": jax_job, "torch": torch_job, "checks": checks_job, "whole": whole.job, "compile": whole.job}
+        print(json.dumps(jobs[job["side"]](job)))
+        return
+    if args.whole:
+        whole.main(args)
         return
     if args.checks:
         print(checks_table([measure_checks(*case, args) for case in CHECKED]))
@@ -63,6 +68,7 @@ def options() -> argparse.Namespace:
     parser = machine.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
     parser.add_argument("--checks", action="store_true", help="the table of the checks only; writes no files")
+    parser.add_argument("--whole", action="store_true", help="what the criterion adds to whole training steps")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls in a process (default 15)")
     parser.add_argument(
         "--rounds", type=int, default=2, help="processes for each row and side, alternating (default 2)"

@@ -1,5 +1,8 @@
 """Idioms that compilers need, each with its reason once. They change no value."""
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +16,26 @@ def computed_once(x: Array, limit: ArrayLike) -> Array:
     number counts as dear: it is computed once.
     """
     return x % limit
+
+
+def entries_once(fn: Callable[..., PyTree], *arrays: Array) -> PyTree:
+    """`fn(*arrays)`, computed once. It acts entry by entry on arrays of one shape.
+
+    XLA fuses cheap operations into each of their uses. On CPU a barrier does not keep it from that, but it does not
+    fuse what a loop computes.
+    """
+    shape = arrays[0].shape
+
+    def in_a_loop(*arrays: Array) -> PyTree:
+        if math.prod(shape) % 2:
+            return fn(*arrays)
+        halves = jax.lax.map(lambda half: fn(*half), tuple(x.reshape(2, -1) for x in arrays))
+        return jax.tree.map(lambda x: x.reshape(shape), halves)
+
+    def behind_a_barrier(*arrays: Array) -> PyTree:
+        return jax.lax.optimization_barrier(fn(*arrays))
+
+    return jax.lax.platform_dependent(*arrays, cpu=in_a_loop, default=behind_a_barrier)
 
 
 def larger(x: Array, y: Array) -> Array:

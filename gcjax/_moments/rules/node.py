@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from gcjax import _jax_compat
 from gcjax._moments.jaxprs import Atom, JaxprEqn, Literal, Operand, variables
 from gcjax._types import Array
+from gcjax._xla import entries_once
 
 Key = Hashable  # a `Var`, a `ScannedValue`, or a `combine.ScannedMoments`
 Reader = Callable[[Any], Any]  # from a key to its value: an array, or the `Sums` of a `ScannedMoments`
@@ -192,29 +193,34 @@ def loop_moments(gradient: Callable[[Reader], Array], table: Table, size: int, g
 
         return gradient(read)
 
-    def sums_of(dealt, count):
-        gradients = [widened(group_gradient(dealt, number)) for number in range(count)]
-        return functools.reduce(jnp.add, gradients), functools.reduce(jnp.add, map(jnp.square, gradients))
+    def gradients_of(dealt, count):
+        return [widened(group_gradient(dealt, number)) for number in range(count)]
+
+    def for_samples(total, squares):
+        return (total, from_groups(total, squares, size, part)) if part > 1 else (total, squares)
 
     like = jax.eval_shape(functools.partial(group_gradient, number=0), dealt)
     count = at_once(like)
     if groups <= count:
-        total, squares = sums_of(dealt, groups)
+        total, squares = entries_once(lambda *x: for_samples(*_sums(*x)), *gradients_of(dealt, groups))
     else:
         steps, rest = divmod(groups, count)
 
         def step(sums, number):
             here = [jax.lax.dynamic_slice_in_dim(x, number * count, count, 1) for x in dealt]
-            return jax.tree.map(jnp.add, sums, sums_of(here, count)), None
+            return jax.tree.map(jnp.add, sums, _sums(*gradients_of(here, count))), None
 
         zeros = _jax_compat.zeros(like.shape, accumulator_dtype(like.dtype), [value for value, _ in table.values()])
         (total, squares), _ = jax.lax.scan(step, (zeros, zeros), jnp.arange(steps))
         if rest:
             last = [jax.lax.slice_in_dim(x, groups - rest, groups, axis=1) for x in dealt]
-            total, squares = jax.tree.map(jnp.add, (total, squares), sums_of(last, rest))
-    if part > 1:
-        squares = from_groups(total, squares, size, part)
+            total, squares = jax.tree.map(jnp.add, (total, squares), _sums(*gradients_of(last, rest)))
+        total, squares = for_samples(total, squares)
     return total.astype(like.dtype), squares
+
+
+def _sums(*gradients: Array) -> Sums:
+    return functools.reduce(jnp.add, gradients), functools.reduce(jnp.add, map(jnp.square, gradients))
 
 
 def from_groups(total: Array, squares: Array, size: int, part: int) -> Array:
