@@ -13,7 +13,7 @@ from jax import lax
 from gcjax._jax_compat import vary_like
 from gcjax._kernels.bits import WORD, count_bits, nth_set_bit, prefix_count
 from gcjax._types import Array, ArrayLike
-from gcjax._xla import computed_once
+from gcjax._xla import entries_once
 
 
 class Slots(NamedTuple):
@@ -71,8 +71,12 @@ def slot_indices(slots: Slots, capacity: int) -> Array:
     at_first = jnp.zeros(capacity, jnp.int32).at[slots.first_slot].max(number, mode="drop", indices_are_sorted=True)
     place = _running_max(at_first)
     rank = jnp.arange(capacity, dtype=jnp.int32) - slots.first_slot[place]
-    index = place * WORD + nth_set_bit(slots.words[place], rank)
-    return computed_once(index, jnp.maximum(slots.total, size * WORD))
+    return entries_once(_index, place, slots.words[place], rank)
+
+
+def _index(place: Array, word: Array, rank: Array) -> Array:
+    """Index of the `rank`-th entry of a word, of which `place` is the number."""
+    return place * WORD + nth_set_bit(word, rank)
 
 
 class Cursor(NamedTuple):
@@ -128,8 +132,7 @@ def next_set_bits(words: Array, end: ArrayLike, cursor: Cursor, count: int, wind
     first = _running_max(jnp.where(number_at > 0, slot, 0))  # of the slot's word
     place = jnp.maximum(number_at[first] - 1, 0)
     rank = slot - first + jnp.where(place == word, passed, 0)
-    index = place * WORD + nth_set_bit(words[place], rank)
-    return index, Cursor(place[-1], rank[-1] + 1)
+    return entries_once(_index, place, words[place], rank), Cursor(place[-1], rank[-1] + 1)
 
 
 def _running_max(x: Array) -> Array:

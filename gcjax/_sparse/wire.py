@@ -24,11 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from gcjax._jax_compat import vary_like
-from gcjax._kernels.bits import LANES, WORD
+from gcjax._kernels.bits import LANES, WORD, pack_masks
 from gcjax._sparse.compaction import START, Cursor, next_set_bits
 from gcjax._types import Array, ArrayLike
 from gcjax._validation import check_choice
-from gcjax._xla import computed_once
 
 WIRES = ("compact", "word")
 CHUNKS = 64  # of the largest message, at most
@@ -155,7 +154,6 @@ class Wire(NamedTuple):
         def write_chunk(number: Array | int, state: tuple[Cursor, Array]) -> tuple[Cursor, Array]:
             cursor, body = state
             place, cursor = next_set_bits(padded, size, cursor, chunk, window)
-            place = computed_once(place, jnp.maximum(total, size * WORD))
             slot = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
             code = jnp.where(slot < total, code_at(place), 0)
             return cursor, self._put(body, number, slot, place, code, slot < total, rung)
@@ -251,6 +249,10 @@ class Wire(NamedTuple):
 
     def _planes(self, values: Array, bits: int) -> Array:
         """uint32[chunk] below 2**bits -> uint32[groups, bits, lanes]."""
+        if bits and self.lanes == LANES:
+            rows = values.reshape(-1, WORD, LANES)
+            packed = pack_masks(*(rows >> b & 1 != 0 for b in range(bits)))  # vector code; what follows is not
+            return jnp.stack([plane.reshape(-1, LANES) for plane in packed], axis=1)
         rows = values.reshape(-1, 1, WORD, self.lanes)
         plane, row = (jnp.arange(n, dtype=jnp.uint32)[:, None] for n in (bits, WORD))
         return jnp.sum((rows >> plane[..., None] & 1) << row, axis=2, dtype=jnp.uint32)
