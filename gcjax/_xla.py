@@ -1,6 +1,5 @@
 """Idioms that compilers need, each with its reason once. They change no value."""
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -25,12 +24,14 @@ def entries_once(fn: Callable[..., PyTree], *arrays: Array) -> PyTree:
     fuse what a loop computes.
     """
     shape = arrays[0].shape
+    axis = next((i for i, size in enumerate(shape) if size % 2 == 0), None)
 
     def in_a_loop(*arrays: Array) -> PyTree:
-        if math.prod(shape) % 2:
+        if axis is None:
             return fn(*arrays)
-        halves = jax.lax.map(lambda half: fn(*half), tuple(x.reshape(2, -1) for x in arrays))
-        return jax.tree.map(lambda x: x.reshape(shape), halves)
+        halved = [jnp.moveaxis(x.reshape(*shape[:axis], 2, -1, *shape[axis + 1 :]), axis, 0) for x in arrays]
+        halves = jax.lax.map(lambda half: fn(*half), halved)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis).reshape(shape), halves)
 
     def behind_a_barrier(*arrays: Array) -> PyTree:
         return jax.lax.optimization_barrier(fn(*arrays))

@@ -225,6 +225,23 @@ def test_check_moments_checks_a_loss_with_groups():
         check(params, {**batch, "weight": jnp.arange(6.0)})
 
 
+def test_samples_that_see_each_other_are_grouped_by_their_shares():
+    """Under a sample axis each sample has its own use of the weights in one loss, as with BatchNorm."""
+    with jax.enable_x64(True):
+        params, batch = {"w": draw(3, 5, 3)}, {"x": draw(1, 8, 4, 5)}
+
+        def loss(p, b):
+            y = b["x"] @ p["w"]
+            y = y - jax.lax.pmean(y.mean((0, 1)), "samples")
+            return jnp.mean(jnp.sum(jnp.sin(y), axis=(1, 2)) * y.std((1, 2)))
+
+        _, moments = jax.jit(value_and_moments(loss, sample_axis="samples", groups=4))(params, batch)
+        shares = jax.vmap(jax.grad(loss), (None, 0), axis_name="samples")(params, {"x": batch["x"][:, None]})
+        shares = jax.tree.map(lambda g: np.asarray(g) / 8, shares)
+        assert_close(moments.grad, jax.tree.map(lambda g: g.sum(0), shares))
+        assert_close(moments.sum_grad_squared, jax.tree.map(lambda g: estimate(g, 4), shares))
+
+
 def test_a_nan_sample_makes_nan_squares():
     loss, params, batch = CASES["dense with positions"]()
     batch = {**batch, "s": batch["s"].at[2].set(jnp.nan)}

@@ -171,3 +171,37 @@ def test_rounds_of_local_steps_have_no_squares_to_miss():
     tx = optax.chain(optax.sgd(0.1), gcjax.gossip.local_sgd(2, compressor=compressor, axis_name="data"))
     step = gcjax.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, mesh_of(WORKERS))
     step(step.init(jnp.ones(3)), X)  # warnings are errors here
+
+
+ROWS = RNG.normal(size=(WORKERS * 16, 3, 3)).astype(np.float32)  # three positions: a loop makes the squares
+
+
+def of_rows(params, x):
+    return jnp.mean(jnp.sum(jnp.tanh(x @ params["a"] @ params["b"]) ** 2, axis=(1, 2)))
+
+
+def accumulated_squares(make, moments, accumulate):
+    """`v` of the compressor after one step: the squares that it was given, as nothing was sent before."""
+    tx = gcjax.variance_compress(axis_name="data", alpha=1e6)
+    options = {} if accumulate == 1 else {"accumulate": accumulate}
+    run, state = make(of_rows, tx, mesh_of(WORKERS), moments=moments, **options)
+    state = run(state, ROWS)[0 if make is by_step else 2]
+    return [np.asarray(x) for x in jax.tree.leaves(getattr(state, "opt_state", state)) if x.ndim == 3][1]
+
+
+@pytest.mark.parametrize(("make", "accumulate"), [(by_step, 1), (by_step, 2), (by_gradient, 1)])
+def test_auto_takes_groups_and_a_given_function_what_it_says(make, accumulate):
+    squares = functools.partial(accumulated_squares, make, accumulate=accumulate)
+    auto, exact = squares("auto"), squares(gcjax.value_and_moments)
+    np.testing.assert_array_equal(auto, squares(functools.partial(gcjax.value_and_moments, groups="auto")))
+    assert np.abs(auto - exact).max() > 0.01 * exact.max()
+    parts = ROWS.reshape(WORKERS, accumulate, -1, 3, 3)
+    groups = {16: 8, 8: 4}[parts.shape[2]]
+
+    def by_hand(x):
+        return gcjax.value_and_moments(of_rows, groups=groups)(PARAMS, x)[1].sum_grad_squared
+
+    found = jax.jit(jax.vmap(jax.vmap(by_hand)))(parts)
+    for worker in range(WORKERS):
+        wanted = np.concatenate([np.ravel(found[leaf][worker].sum(0)) for leaf in "ab"]) / accumulate**2
+        np.testing.assert_allclose(np.sort(auto[worker][auto[worker] != 0]), np.sort(wanted), rtol=1e-5)
