@@ -25,6 +25,7 @@ SOURCES = {
     "accelerators": ("bench/accelerators",),
     "char_lm": ("bench/char_lm.py", "examples/char_lm.py", "examples/common"),
     "gossip": ("bench/gossip.py",),
+    "groups": ("bench/groups.py", "examples/cifar10.py", "examples/char_lm.py", "examples/common"),
     "local": _LOCAL,
     "local-text": _LOCAL,
     "methods": ("bench/methods.py",),

@@ -69,6 +69,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1M parameters only; writes no files")
     parser.add_argument("--checks", action="store_true", help="the table of the checks only; writes no files")
     parser.add_argument("--whole", action="store_true", help="what the criterion adds to whole training steps")
+    help_text = "of --whole: only these; the others stay to be measured"
+    parser.add_argument("--targets", nargs="+", choices=("cpu", *whole.TARGETS), help=help_text)
     parser.add_argument("--repeats", type=int, default=15, help="timed calls in a process (default 15)")
     parser.add_argument(
         "--rounds", type=int, default=2, help="processes for each row and side, alternating (default 2)"

@@ -215,30 +215,26 @@ def compiled_for(target: str, model: str, name: str) -> dict:
     return found
 
 
-def on_accelerators(target: str) -> list[dict]:
-    """A row for each model of a target, every program compiled in a process of its own; [] without the compiler."""
+def on_accelerator(target: str, model: str) -> dict:
+    """Every program, compiled in a process of its own; {} without the compiler."""
     from bench.accelerators import environments
 
     try:
         python = environments.interpreter(target)
     except environments.Unavailable as error:
         print(error, file=sys.stderr)
-        return []
-    rows = []
-    for model in TARGETS[target]:
-        programs = {}
-        for name in (*STAGES, TOP_K):
-            job = json.dumps({"side": "compile", "target": target, "model": model, "name": name})
-            command = [str(python), "-m", "bench.step", "--child", job]
-            done = subprocess.run(
-                command, env=environments.variables(target), cwd=machine.ROOT, capture_output=True, text=True
-            )
-            if done.returncode:
-                raise SystemExit(f"{target}, {model}, {name} failed:\n{done.stderr}")
-            programs[name] = json.loads(done.stdout.splitlines()[-1])
-            print(target, model, name, programs[name], file=sys.stderr)
-        rows.append({"target": target, "model": model, "programs": programs})
-    return rows
+        return {}
+    programs = {}
+    for name in (*STAGES, TOP_K):
+        job = json.dumps({"side": "compile", "target": target, "model": model, "name": name})
+        command = [str(python), "-m", "bench.step", "--child", job]
+        env = environments.variables(target)
+        done = subprocess.run(command, env=env, cwd=machine.ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{target}, {model}, {name} failed:\n{done.stderr}")
+        programs[name] = json.loads(done.stdout.splitlines()[-1])
+        print(target, model, name, programs[name], file=sys.stderr)
+    return {"programs": programs}
 
 
 def job(job: dict) -> dict:
@@ -249,18 +245,29 @@ def job(job: dict) -> dict:
 
 
 def main(args: argparse.Namespace) -> None:
-    record = provenance.provenance("whole") | {"settings": {"repeats": args.repeats, "warm_up": WARM_UP}, "rows": []}
-    for model in CPU_MODELS:
+    """Measure what the result file lacks, and save each row at once."""
+    path = provenance.RESULTS / "whole.json"
+    settings = {"repeats": args.repeats, "warm_up": WARM_UP}
+    record = provenance.provenance("whole") | {"settings": settings, "rows": []}
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if (before["source"], before["settings"]) == (record["source"], settings):
+            record = before
+    have = {(row["target"], row["model"]) for row in record["rows"]}
+    wanted = [("cpu", model) for model in CPU_MODELS] + [(target, m) for target in TARGETS for m in TARGETS[target]]
+    for target, model in wanted:
+        if (target, model) in have or target not in (args.targets or (target,)):
+            continue
         child = {"side": "whole", "model": model, "repeats": args.repeats}
-        found = machine.run_child("bench.step", sys.executable, child, "default")
-        record["rows"].append({"target": "cpu", "model": model, **found})
-        print(model, {name: row["ratio"] for name, row in found["programs"].items()}, file=sys.stderr)
-    for target in TARGETS:
-        record["rows"] += on_accelerators(target)
-    text = table(record)
-    print(text)
-    if not args.quick:
-        provenance.save(provenance.RESULTS, "whole", record, text)
+        if target == "cpu":
+            found = machine.run_child("bench.step", sys.executable, child, "default")
+        else:
+            found = on_accelerator(target, model)
+        if found:
+            record["rows"].append({"target": target, "model": model, **found})
+            record["rows"].sort(key=lambda row: wanted.index((row["target"], row["model"])))
+            provenance.save(provenance.RESULTS, "whole", record, table(record))
+    print(table(record))
 
 
 def table(record: dict) -> str:
