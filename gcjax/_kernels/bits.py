@@ -48,7 +48,7 @@ def word_and_bit(position: Array) -> tuple[Array, Array]:
 
 
 def pack_mask(mask: Array) -> Array:
-    """bool[blocks, 32, 128] -> uint32[128 * blocks]; bit r of word 128 * b + l is entry [b, r, l].
+    """bool[blocks, 32, 128] -> uint32[128 * blocks]; bit r of word 128 * b + l is entry [b, r, l]. Or of other lanes.
 
     >>> import jax.numpy as jnp, gcjax.extend as gx
     >>> mask = jnp.zeros((1, 32, 128), bool).at[0, 3, 5].set(True)
@@ -75,7 +75,7 @@ def _rows() -> Array:
 
 
 def reduce_rows(*pairs: tuple[Merge, Array]) -> list[Array]:
-    """Reduce the rows of each block, [blocks, 32, 128] -> [128 * blocks] for each pair, in one pass over the data.
+    """Reduce the rows of each block, [blocks, 32, lanes] -> [lanes * blocks] for each pair, in one pass over the data.
 
     A pair is merge(x, y), associative with 0 as its neutral element, and an array of any dtype.
     """
@@ -95,7 +95,7 @@ def _reduce_in_short(merges: tuple[Merge, ...], *arrays: Array) -> list[Array]:
     """Eight steps over two halves of each array, then two merges: see the module's docstring."""
     if len(arrays) > 4:  # more operands do not fit into registers
         return _reduce_in_short(merges[:4], *arrays[:4]) + _reduce_in_short(merges[4:], *arrays[4:])
-    split = [x.reshape(-1, 2, 2, 8, LANES) for x in arrays]
+    split = [x.reshape(-1, 2, 2, 8, x.shape[-1]) for x in arrays]
     halves = [x[:, :, half] for x in split for half in (0, 1)]
     merge_of = [merge for merge in merges for _ in (0, 1)]
 

@@ -249,13 +249,11 @@ class Wire(NamedTuple):
 
     def _planes(self, values: Array, bits: int) -> Array:
         """uint32[chunk] below 2**bits -> uint32[groups, bits, lanes]."""
-        if bits and self.lanes == LANES:
-            rows = values.reshape(-1, WORD, LANES)
-            packed = pack_masks(*(rows >> b & 1 != 0 for b in range(bits)))  # vector code; what follows is not
-            return jnp.stack([plane.reshape(-1, LANES) for plane in packed], axis=1)
-        rows = values.reshape(-1, 1, WORD, self.lanes)
-        plane, row = (jnp.arange(n, dtype=jnp.uint32)[:, None] for n in (bits, WORD))
-        return jnp.sum((rows >> plane[..., None] & 1) << row, axis=2, dtype=jnp.uint32)
+        rows = values.reshape(-1, WORD, self.lanes)
+        if not bits:
+            return rows[:, :0]
+        planes = pack_masks(*(rows >> b & 1 != 0 for b in range(bits)))
+        return jnp.stack([plane.reshape(-1, self.lanes) for plane in planes], axis=1)
 
     def _joined(self, planes: Array) -> Array:
         """The inverse of `_planes`."""
